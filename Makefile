@@ -1,0 +1,73 @@
+# Each target does its own set-up, and only what is missing. `make train` and `make test` are the two to try first.
+#
+#   make VENV=/path/to/venv ...       use that environment; a torch in it stays as it is
+#   make PYTHON=python3.12 ...        make the environment with that Python
+#   make build PYTHON=python3 VENV=   no environment, nothing installed: build with what that Python has (no network needed)
+#   make test ARGS="-k mesh"          ARGS goes to the program behind a target
+
+VENV ?= .venv
+ifeq ($(strip $(VENV)),)
+PY := $(or $(PYTHON),python3)
+INSTALLED :=
+BUILT := build/built-in-place
+CLANG_FORMAT := clang-format
+else
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+BUILT := build/built$(subst /,-,$(VENV))
+CLANG_FORMAT := $(VENV)/bin/clang-format
+endif
+
+MEGACORE := $(PY) -m megacore
+NPROC ?= 8
+DATA := runs/stdlib/data
+SOURCES := pyproject.toml setup.py $(shell find csrc -type f 2>/dev/null)
+CXX := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 2>/dev/null)
+
+# One thread a process: `make train` starts 8 of them, and tests as many.
+train test: export OMP_NUM_THREADS = 1
+
+.DEFAULT_GOAL := build
+.PHONY: build train test lint format kernels bench clean
+
+build: $(BUILT)
+
+$(VENV)/.installed: pyproject.toml tools/setup.sh
+	tools/setup.sh install $(VENV) $(PYTHON)
+	@touch $@
+
+$(BUILT): $(INSTALLED) $(SOURCES)
+	tools/setup.sh build $(PY)
+	@mkdir -p $(@D)
+	@touch $@
+
+train: $(BUILT) $(DATA)/.prepared
+	$(MEGACORE) train configs/stdlib.toml --nproc $(NPROC) $(ARGS)
+
+# Text that is on every machine and needs no download: the sources of Python's own standard library.
+$(DATA)/.prepared: | $(BUILT)
+	OMP_NUM_THREADS=1 $(MEGACORE) prepare $$($(PY) tools/stdlib.py) --out $(DATA) --vocab-size 4096
+	@touch $@
+
+test: $(BUILT)
+	$(PY) -m pytest -q $(ARGS)
+
+lint: $(INSTALLED)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(if $(CXX),$(CLANG_FORMAT) --dry-run -Werror $(CXX))
+
+format: $(INSTALLED)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(if $(CXX),$(CLANG_FORMAT) -i $(CXX))
+
+kernels: $(BUILT)
+	@tools/setup.sh cross
+	$(PY) tools/kernels.py $(ARGS)
+
+bench: $(BUILT)
+	$(PY) -m bench $(or $(ARGS),all)
+
+clean: # what was built; runs/ and the environment stay
+	rm -rf build *.egg-info megacore/*.so .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# The environment of a fresh clone, and nothing that is already there.
+#
+#   tools/setup.sh python                 print a Python >= 3.11 of this machine
+#   tools/setup.sh install VENV [PYTHON]  make VENV if missing, then torch, then the rest of pyproject.toml into it
+#   tools/setup.sh build PYTHON           build megacore._C with that Python and put the checkout on its path
+#   tools/setup.sh cross                  Debian's C++ compiler for arm64, for `make kernels`
+#
+# torch comes first and every later pip call is constrained to the installed one, with build isolation off: an open
+# requirement of some package would otherwise fetch a second torch, of several GB, and the extension would be built
+# against that one.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+CPU_TORCH=2.13.0                               # what the project is tested with where there is no GPU
+CPU_INDEX=https://download.pytorch.org/whl/cpu # where torch publishes its CPU builds
+
+die() {
+    printf 'setup: %s\n' "$*" >&2
+    exit 1
+}
+
+usable() { # PYTHON: runs, is new enough, can make environments
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+find_python() {
+    local name
+    for name in python3 python3.11 python3.12 python3.13 python3.14; do
+        if usable "$name"; then
+            command -v "$name"
+            return
+        fi
+    done
+    die "no Python >= 3.11 with venv and ensurepip found; install one (Debian: python3-venv and python3-dev) or name it, make PYTHON=/path/to/python"
+}
+
+has_torch() { # PYTHON: a torch that is new enough
+    "$1" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' >/dev/null 2>&1
+}
+
+requirements() { # PYTHON: what pyproject.toml asks for, torch excepted, one requirement a line
+    "$1" - <<'PY'
+import re, tomllib
+
+with open("pyproject.toml", "rb") as f:
+    table = tomllib.load(f)
+project = table["project"]
+wanted = [*table["build-system"]["requires"], *project.get("dependencies", [])]
+for group, found in project.get("optional-dependencies", {}).items():
+    if group != "rivals":  # only benchmarks want those, and they drag in much else
+        wanted += found
+print("\n".join(w for w in wanted if re.match(r"[\w-]+", w)[0] not in ("torch", "megacore")))
+PY
+}
+
+install_torch() { # PYTHON
+    if has_torch "$1"; then
+        return
+    fi
+    echo "setup: installing torch"
+    if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then
+        "$1" -m pip install --quiet 'torch>=2.11'
+    else
+        # The plain name on the package index is a CUDA build on Linux, so ask for the CPU build by its full version first.
+        "$1" -m pip install --quiet "torch==$CPU_TORCH+cpu" 2>/dev/null ||
+            "$1" -m pip install --quiet "torch==$CPU_TORCH" --index-url "$CPU_INDEX" ||
+            "$1" -m pip install --quiet "torch==$CPU_TORCH"
+    fi
+    has_torch "$1" || die "torch did not install; install torch >= 2.11 into the environment by hand and run make again"
+}
+
+install() { # VENV [PYTHON]
+    local venv=$1 python=${2:-}
+    if [ ! -x "$venv/bin/python" ]; then
+        python=${python:-$(find_python)}
+        echo "setup: making $venv with $("$python" --version)"
+        "$python" -m venv "$venv"
+    fi
+    python=$venv/bin/python
+    install_torch "$python"
+    echo "setup: installing the rest"
+    "$python" -c 'import torch; print("torch==" + torch.__version__)' >"$venv/constraints.txt"
+    requirements "$python" >"$venv/requirements.txt"
+    "$python" -m pip install --quiet -c "$venv/constraints.txt" -r "$venv/requirements.txt"
+}
+
+build() { # PYTHON
+    has_torch "$1" || die "$1 has no torch >= 2.11; run make, which installs one into .venv, or name a Python that has one"
+    "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
+        die "Python.h is missing for $1; install its headers (Debian: python3-dev)"
+    command -v c++ >/dev/null || die "no C++ compiler found; install one (Debian: g++)"
+    echo "setup: building megacore._C"
+    # PIP_BREAK_SYSTEM_PACKAGES: with VENV= the Python may be the system's; a link to this checkout is all that is added to it.
+    PIP_BREAK_SYSTEM_PACKAGES=1 "$1" -m pip install --quiet --no-index --no-build-isolation --no-deps -e .
+}
+
+cross() {
+    if command -v aarch64-linux-gnu-g++ >/dev/null; then
+        return
+    fi
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "setup: installing g++-aarch64-linux-gnu"
+        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y g++-aarch64-linux-gnu; } >/dev/null 2>&1 || true
+    fi
+    command -v aarch64-linux-gnu-g++ >/dev/null ||
+        echo "setup: aarch64-linux-gnu-g++ is missing, so csrc/cpu is not compiled for arm64 here; install g++-aarch64-linux-gnu (Debian, as root)"
+}
+
+command=${1:-}
+[ $# -gt 0 ] && shift
+case "$command" in
+python) find_python ;;
+install) install "$@" ;;
+build) build "$@" ;;
+cross) cross ;;
+*) die "usage: tools/setup.sh python | install VENV [PYTHON] | build PYTHON | cross" ;;
+esac
