@@ -1,0 +1,57 @@
+// GELU and its derivative, in the tanh and the erf form; fp32 (vectorised) and fp64.
+#pragma once
+#include "cpu/vector_math.h"
+
+namespace megacore {
+
+// gelu(x) = x * s(x), s in [0, 1]; gelu'(x) = s(x) + x * s'(x).
+template <class A> struct Gate {
+  A s, ds;
+};
+
+// tanh form: s = sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3).  One formula for forward, backward and every device.
+struct TanhForm {
+  template <class A> MEGACORE_INLINE static Gate<A> gate(A x) {
+    constexpr A k = A(1.5957691216057308), c = A(0.044715);
+    const A limit = sizeof(A) == 4 ? A(11) : A(22);  // beyond it s is 0 or 1 to the last bit, and x^3 cannot overflow
+    const A v = clamp(x, -limit, limit);
+    const A square = v * v;
+    const A s = A(1) / (A(1) + exp_of(-k * v * (A(1) + c * square)));
+    return {s, s * (A(1) - s) * k * (A(1) + 3 * c * square)};
+  }
+};
+
+// erf form: s = Phi(x) = erfc(-x / sqrt 2) / 2, s' = exp(-x^2 / 2) / sqrt(2 pi).
+struct ErfForm {
+  MEGACORE_INLINE static Gate<double> gate(double x) {
+    return {0.5 * std::erfc(-x * 0.70710678118654752), 0.39894228040143268 * std::exp(-0.5 * x * x)};
+  }
+  MEGACORE_INLINE static Gate<float> gate(float x) {
+    const float v = clamp(x, -15.f, 15.f);
+    const float bell = exp_of(-0.5f * v * v);
+    // erfc(a) = exp(-a^2) t P(t), t = 1 / (1 + a/2), a = |x| / sqrt 2: P by weighted least squares, relative error 5e-9
+    const float t = 1.f / (1.f + 0.35355339f * (v < 0.f ? -v : v));
+    float p = 0.0399780529f;
+    p = p * t - 0.215728647f;
+    p = p * t + 0.444796852f;
+    p = p * t - 0.383087456f;
+    p = p * t + 0.0656013075f;
+    p = p * t - 0.0188323357f;
+    p = p * t + 0.0773132144f;
+    p = p * t + 0.179494628f;
+    p = p * t + 0.246219578f;
+    p = p * t + 0.282152154f;
+    p = p * t + 0.282092656f;
+    const float tail = 0.5f * bell * t * p;
+    return {v < 0.f ? tail : 1.f - tail, 0.39894228f * bell};
+  }
+};
+
+template <class Form, class A> MEGACORE_INLINE A gelu(A x) { return x * Form::gate(x).s; }
+
+template <class Form, class A> MEGACORE_INLINE A gelu_derivative(A x) {
+  const Gate<A> g = Form::gate(x);
+  return g.s + clamp(x, A(-30), A(30)) * g.ds;  // the clamp keeps inf * 0 out; s' is 0 there
+}
+
+}  // namespace megacore

@@ -1,0 +1,12 @@
+"""3D-parallel (data x tensor x pipeline) training of Transformers in PyTorch."""
+
+import torch  # noqa: F401  (megacore._C links against the libraries that torch loads)
+
+__version__ = "0.1.0"
+
+try:
+    from megacore import _C
+except ImportError as error:
+    raise ImportError(f"megacore._C cannot be loaded ({error}); build it with `make build`") from error
+
+__all__ = ["_C", "__version__"]

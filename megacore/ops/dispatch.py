@@ -1,0 +1,73 @@
+"""Which implementation serves an operator on a device, and how a test or a benchmark chooses another.
+
+`SERVED` names, per operator and device type, the implementations in order of preference: the first is the default.
+Nothing falls back in silence: what is asked for runs, or an error says why it cannot.
+
+    with use("reference", "cross_entropy"):          # "*" for every operator
+        loss = cross_entropy(...)
+    loss.backward()                                  # the choice was captured at forward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+IMPLEMENTATIONS = ("cpp", "triton", "reference")
+
+SERVED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "linear_gelu": {"cpu": ("cpp", "reference"), "cuda": ("reference",)},
+    "cross_entropy": {"cpu": ("cpp", "reference", "triton"), "cuda": ("triton", "reference")},
+    "dropout": {"cpu": ("cpp", "reference"), "cuda": ("reference",)},
+}
+
+_CHOSEN: ContextVar[Mapping[tuple[str, str], str]] = ContextVar("megacore.ops.chosen")
+
+
+def implementations(op: str, device: str = "cpu") -> list[str]:
+    """The implementations of `op` that can run here on `device`, the default first.
+
+    Triton serves the CPU through its interpreter only, that is when TRITON_INTERPRET=1 was set before it was imported.
+    """
+    return [impl for impl in _served(op, device) if not (impl == "triton" and device == "cpu") or _interpreting()]
+
+
+@contextmanager
+def use(impl: str, op: str, device: str = "cpu") -> Iterator[None]:
+    """Within the block `impl` serves `op` ("*": each operator that has it) on `device`; ValueError if it cannot."""
+    ops = list(SERVED) if op == "*" else [op]
+    able = [name for name in ops if impl in implementations(name, device)]
+    if not able or (op != "*" and able != ops):
+        served = {name: implementations(name, device) for name in ops}
+        hint = "; the interpreter needs TRITON_INTERPRET=1" if (impl, device) == ("triton", "cpu") else ""
+        raise ValueError(f"impl={impl!r} does not serve op={op!r} on device={device!r}; choose from {served}{hint}")
+    token = _CHOSEN.set({**_CHOSEN.get({}), **{(name, device): impl for name in able}})
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+def chosen(op: str, device: torch.device) -> str:
+    """The implementation that serves `op` on `device` now. A meta tensor takes the default of the CPU."""
+    kind = "cpu" if device.type == "meta" else device.type
+    return _CHOSEN.get({}).get((op, kind)) or _served(op, kind)[0]
+
+
+def _served(op: str, device: str) -> tuple[str, ...]:
+    if op not in SERVED:
+        raise ValueError(f"op={op!r} is no operator of megacore; choose one of {sorted(SERVED)}")
+    if device not in SERVED[op]:
+        raise ValueError(f"op={op!r} is not served on device={device!r}; choose one of {sorted(SERVED[op])}")
+    return SERVED[op][device]
+
+
+def _interpreting() -> bool:
+    try:
+        from triton import knobs  # only here: importing triton takes a moment, and a CPU install may lack it
+    except ImportError:
+        return False
+    return bool(knobs.runtime.interpret)

@@ -1,0 +1,111 @@
+"""y = x * keep / (1 - p), keep drawn from coordinates: a mask depends on (key, sample, position, feature) and on nothing else.
+
+B batch, G groups (heads), S sequence, F features of this slice, `features` of the whole.
+The counter, the draw and the rounding are defined bit for bit at the head of csrc/cpu/dropout.cpp; `reference` restates
+them in 64-bit integer arithmetic of plain torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from megacore.ops.dispatch import chosen
+
+_WORD = 0xFFFFFFFF
+_ROUNDS = 10
+
+
+def dropout_key(seed: int, step: int, module: str) -> int:
+    """The 64-bit key of one module at one step: the same in every process, layout, machine and version."""
+    text = f"{seed}\0{step}\0{module}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"dropout").digest(), "little")
+
+
+def dropout(
+    x: Tensor,
+    p: float,
+    *,
+    key: int,
+    sample: Tensor,
+    position: Tensor,
+    feature_start: int = 0,
+    features: int | None = None,
+    group_start: int = 0,
+) -> Tensor:
+    """x * keep / (1 - p), with probability p of dropping an element, 0 <= p < 1; p == 0 returns x.
+
+    x [B, S, F] or [B, G, S, F], any strides, fp32, fp64, bf16 or fp16 (scaled in fp32; fp64 for fp64).
+    Element (b, g, s, f) is keyed by (key, sample[b], position[s] or position[b, s],
+    (group_start + g) * features + feature_start + f): sample int64 [B], position int64 [S] or [B, S] (taken modulo 2^32),
+    features = the size of the whole last dimension (default F). So the dropout of a slice, given the slice's own
+    coordinates, is the slice of the dropout. Backward redraws the mask; nothing but the coordinates is kept.
+    ValueError for shapes, dtypes or ranges that do not fit. Cost: one pass over x, ten Philox rounds per four elements.
+    """
+    if p == 0:
+        return x
+    features = x.shape[-1] if features is None else features
+    key = key - 2**64 if key >= 2**63 else key  # the schema's integers are signed
+    serve = reference if chosen("dropout", x.device) == "reference" else torch.ops.megacore.dropout
+    return serve(x, p, key, sample, position, feature_start, features, group_start)
+
+
+def reference(
+    x: Tensor, p: float, key: int, sample: Tensor, position: Tensor, feature_start: int, features: int, group_start: int
+) -> Tensor:
+    """The same bits from plain torch."""
+    four = x if x.dim() == 4 else x.unsqueeze(1)
+    b, g, s, f = four.shape
+    group = torch.arange(group_start, group_start + g, device=x.device).view(1, g, 1, 1)
+    feature = torch.arange(feature_start, feature_start + f, device=x.device).view(1, 1, 1, f)
+    element = group * features + feature
+    where = position.reshape(-1, 1, s, 1)  # [1 or B, 1, S, 1]
+    who = sample.reshape(b, 1, 1, 1)
+    counter = (element // 4, where, who, who >> 32)
+    words = philox([(c & _WORD).expand(b, g, s, f) for c in counter], (key & _WORD, (key >> 32) & _WORD))
+    lane = (element % 4).expand(b, g, s, f)
+    draw = torch.stack(words, dim=-1).gather(-1, lane.unsqueeze(-1)).squeeze(-1).view(x.shape)
+    wide = x if x.dtype == torch.float64 else x.float()
+    kept = (wide * (1.0 / (1.0 - p))).to(x.dtype)
+    return torch.where(draw >= int(p * 2**32), kept, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def philox(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11): four words in int64 tensors
+    of values below 2^32, key of two words -> four words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _product(c0, 0xD2511F53)
+        high2, low2 = _product(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return [c0, c1, c2, c3]
+
+
+def _product(a: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """High and low word of the 64-bit product: in halves, because int64 is signed."""
+    low = a * (m & 0xFFFF)  # < 2^48
+    high = a * (m >> 16) + (low >> 16)  # < 2^49; the product is high * 2^16 + (low & 0xFFFF)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+@torch.library.register_fake("megacore::dropout")
+def _(x, p, key, sample, position, feature_start, features, group_start) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx, inputs: tuple, output: Tensor) -> None:
+    _, ctx.p, ctx.key, sample, position, *ctx.slice = inputs
+    ctx.save_for_backward(sample, position)
+
+
+def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    sample, position = ctx.saved_tensors
+    dx = torch.ops.megacore.dropout(dy, ctx.p, ctx.key, sample, position, *ctx.slice)
+    return dx, *[None] * 7
+
+
+torch.library.register_autograd("megacore::dropout", _backward, setup_context=_save)

@@ -1,0 +1,71 @@
+"""y[..., n] = gelu(pre[..., n]),  pre[..., n] = sum_k x[..., k] weight[n, k] + bias[n].   K inputs, N outputs.
+
+gelu(v) = v * sigmoid(2u), u = sqrt(2/pi) (v + 0.044715 v^3)   approximate="tanh" (the same as v/2 (1 + tanh u))
+gelu(v) = v * Phi(v), Phi the normal distribution function     approximate="none"
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.ops.dispatch import chosen
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
+    """gelu(x @ weight.T + bias): x [..., K], weight [N, K], bias [N] or None -> [..., N].
+
+    fp32, fp64, bf16 and fp16, all arguments of one dtype; any strides. GELU, its derivative and the sums of the bias
+    gradient are computed in fp32 (fp64 for fp64). Besides its inputs it saves the pre-activation only.
+    ValueError for a shape, dtype, device or `approximate` that does not fit.
+    Cost: one GEMM and one pass over [..., N] forward; two GEMMs and one pass backward.
+    """
+    if chosen("linear_gelu", x.device) == "reference":
+        return reference(x, weight, bias, approximate=approximate)
+    return torch.ops.megacore.linear_gelu(x, weight, bias, approximate)[0]
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
+    """The formula in plain torch."""
+    return F.gelu(F.linear(x, weight, bias), approximate=approximate)
+
+
+@torch.library.register_fake("megacore::linear_gelu")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], weight.shape[0])
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+@torch.library.register_fake("megacore::linear_gelu_dpre")
+def _(dy: Tensor, pre: Tensor, bias_grad: bool, approximate: str) -> tuple[Tensor, Tensor]:
+    return pre.new_empty(pre.shape), pre.new_empty(pre.shape[-1] if bias_grad else 0)
+
+
+def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, ctx.approximate = inputs
+    pre = output[1]
+    ctx.mark_non_differentiable(pre)
+    ctx.set_materialize_grads(False)  # or autograd would make a zero gradient of the size of pre
+    need_x, need_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if need_weight else None, weight if need_x else None, pre)
+
+
+def _backward(ctx, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None
+    x, weight, pre = ctx.saved_tensors
+    need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+    dpre, dbias = torch.ops.megacore.linear_gelu_dpre(dy, pre, need_bias, ctx.approximate)
+    rows = dpre.reshape(-1, dpre.shape[-1])
+    dx = (rows @ weight).view(*pre.shape[:-1], -1) if need_x else None
+    dweight = rows.t() @ x.reshape(-1, x.shape[-1]) if need_weight else None
+    return dx, dweight, dbias if need_bias else None, None
+
+
+def _no_second_derivative(ctx, *_: Tensor | None) -> None:
+    raise NotImplementedError("linear_gelu has no second derivative; use('reference', 'linear_gelu') has")
+
+
+torch.library.register_autograd("megacore::linear_gelu", _backward, setup_context=_save)
+torch.library.register_autograd("megacore::linear_gelu_dpre", _no_second_derivative)
