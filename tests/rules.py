@@ -109,7 +109,7 @@ def kernels_are_a_leaf(file: File) -> Iterator[str]:
 def no_bare_triton_kernels(file: File) -> Iterator[str]:
     for line, name in file.imports():
         if name[0] == "triton_kernels":
-            yield f"{file.path}:{line}: the bare name triton_kernels is another package's; import megacore.triton_kernels"
+            yield f"{file.path}:{line}: triton_kernels is another package's name; import megacore.triton_kernels"
 
 
 def only_cli_imports_tyro(file: File) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Microbenchmarks: `python -m bench OP...`. Verified first, then timed against rivals and limit."""
