@@ -1,0 +1,40 @@
+"""The one definition of the loss, on logits that stay split by vocabulary."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megacore.comm.mesh import Group
+from megacore.ops import cross_entropy
+from megacore.parallel.batch import IGNORE
+from megacore.parallel.embedding import vocab_range
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    vocab_size: int,
+    group: Group,
+    multiple: int = 1,
+    ignore_index: int = IGNORE,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "none",
+    inplace_backward: bool = False,
+) -> Tensor:
+    """Cross-entropy of logits [..., V/t] whose columns are this rank's share of the vocabulary, as VocabParallelEmbedding
+    and a vocabulary-parallel head lay it out (`multiple` as there). See megacore.ops.cross_entropy for the formula."""
+    start, _, _ = vocab_range(vocab_size, group.size, group.index, multiple)
+    return cross_entropy(
+        logits,
+        target,
+        vocab_size=vocab_size,
+        vocab_start=start,
+        group=group,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        reduction=reduction,
+        inplace_backward=inplace_backward,
+    )

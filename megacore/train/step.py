@@ -1,0 +1,159 @@
+"""One training step at any layout: what `megacore train` repeats and `megacore verify` compares with a serial run.
+
+loss = sum over the valid tokens of the global batch of -log p(target) / number of those tokens, counted beforehand:
+whatever the micro-batches, data parallelism or stages are, every token weighs the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from megacore.comm.collectives import all_reduce_
+from megacore.comm.mesh import Mesh
+from megacore.parallel.batch import MicroBatch
+from megacore.parallel.data import GradBuffers
+from megacore.parallel.loss import vocab_parallel_cross_entropy
+from megacore.parallel.materialize import Init, materialize
+from megacore.parallel.norm import global_norm
+from megacore.parallel.plan import Plan, parallelize
+from megacore.parallel.random import Streams
+from megacore.parallel.record import records
+from megacore.parallel.stage import Stage, chain_of, cut
+from megacore.pipeline import SCHEDULES, Executor, partition
+from megacore.train.config import OptimSettings
+from megacore.train.logical import LogicalTensor, describe
+from megacore.train.optim import MixedAdamW
+from megacore.train.precision import precision as named_precision
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The same on every rank, but for `seconds`: this rank's time in `step`, and how long it waited for others."""
+
+    loss: float
+    grad_norm: float
+    skipped: str  # why no update was made, or empty
+    seconds: dict[str, float]  # total, pipeline (waiting for stages), data_parallel (waiting for reductions)
+
+
+def build_stage(
+    build: Callable[[], nn.Module], plan: Plan, mesh: Mesh, *, seed: int, init: Init | None, dtype: torch.dtype, device: torch.device | str
+) -> Stage:
+    """This rank's stage, with its weights. `build` makes the plain model: on the meta device whenever `init` is given, so
+    that no rank ever holds it whole; otherwise with weights, the same on every rank. Raises ValueError, before any
+    communication, for a layout that the model or its plan cannot serve."""
+    if mesh.tp.size > 1 and not plan.table:
+        raise ValueError(f"tp={mesh.tp.size} needs a plan table for this model; give a plan, or tp=1")
+    if mesh.pp.size > 1 and plan.chain is None:
+        raise ValueError(f"pp={mesh.pp.size} needs a plan with a chain of links; give one, or pp=1")
+    with torch.device("meta" if init is not None else device):
+        model = build()
+    streams = getattr(model, "streams", None) or Streams(seed)
+    parallelize(model, mesh, plan, streams)
+    links = chain_of(model, plan)
+    stage = cut(model, links, partition([link.cost for link in links], mesh.pp.size), mesh.pp.index, streams)
+    if init is None:
+        return stage.to(device=device, dtype=dtype)
+    materialize(stage.model, mesh, init, seed=seed, dtype=dtype, device=device)
+    return stage
+
+
+class TrainStep:
+    """A model at a layout, with its gradient buffers, optimizer and pipeline.
+
+    `step(microbatches, valid, lr)` is one optimizer step on this rank's micro-batches; `valid` is the number of counted
+    targets of the whole global batch. All ranks of a pipeline get the same micro-batches. Collective over the mesh.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        plan: Plan,
+        mesh: Mesh,
+        *,
+        seed: int = 0,
+        precision: str = "fp32",
+        schedule: str = "1f1b",
+        optim: OptimSettings | None = None,
+        init: Init | None = None,
+        device: torch.device | str = "cpu",
+        bucket_bytes: int = 32 << 20,
+    ):
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+        self.mesh, self.plan, self.optim, self.device = mesh, plan, optim or OptimSettings(), torch.device(device)
+        dtype = named_precision(precision).parameters
+        self.stage = build_stage(build, plan, mesh, seed=seed, init=init, dtype=dtype, device=device)
+        self.model = self.stage.model
+        self.params = dict(self.model.named_parameters())
+        self.recs = records(self.model, mesh)
+        self.buffers = GradBuffers(self.params, self.recs, mesh, bucket_bytes)
+        o = self.optim
+        self.optimizer = MixedAdamW(
+            self.params, self.recs, self.buffers, mesh, o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay
+        )
+        self.executor = Executor([self.stage], mesh.pp, mesh.pp_up, SCHEDULES[schedule], device)
+
+    def step(self, microbatches: Sequence[MicroBatch], valid: int, lr: float) -> StepResult:
+        """Forward, backward, reduction, clipping and AdamW. A batch without valid tokens has loss 0 and changes nothing."""
+        start, waited, reduced = perf_counter(), self.executor.wait_seconds, self.buffers.wait_seconds
+        self.stage.train()
+        self.buffers.zero()
+        losses = self.executor.step(microbatches, self._loss(valid), on_last=lambda _: self.buffers.expect())
+        self.buffers.finish()
+        norm, _ = global_norm(self.buffers, self.recs, self.mesh)
+        info = self.optimizer.step(lr, norm, self.optim.clip, num_valid=valid)
+        loss = self._over_world(losses)
+        seconds = {
+            "total": perf_counter() - start,
+            "pipeline": self.executor.wait_seconds - waited,
+            "data_parallel": self.buffers.wait_seconds - reduced,
+        }
+        return StepResult(loss, info.norm, info.skipped, seconds)
+
+    def evaluate(self, microbatches: Sequence[MicroBatch], valid: int) -> float:
+        """The loss of a global batch, in eval mode and without gradients; the same on every rank."""
+        self.stage.eval()
+        return self._over_world(self.executor.evaluate(microbatches, self._loss(valid)))
+
+    def _loss(self, valid: int) -> Callable[[dict[str, Tensor], MicroBatch], Tensor]:
+        plan, group = self.plan, self.mesh.tp
+
+        def loss(outputs: dict[str, Tensor], batch: MicroBatch) -> Tensor:
+            total = vocab_parallel_cross_entropy(
+                outputs["logits"],
+                batch.targets,
+                vocab_size=plan.vocab_size,
+                group=group,
+                multiple=plan.vocab_multiple,
+                reduction="sum",
+                inplace_backward=True,
+            )
+            return total / max(valid, 1)  # of the whole global batch: a mean of means weighs short micro-batches too much
+
+        return loss
+
+    def _over_world(self, losses: Sequence[Tensor]) -> float:
+        """Sum of the micro-batches' losses over data-parallel ranks, told to every rank; tp ranks hold the same bits."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if losses and self.mesh.tp.index == 0:
+            total += torch.stack([value.double() for value in losses]).sum()
+        return all_reduce_(total, self.mesh.world).item()
+
+    def logical(self) -> dict[str, LogicalTensor]:
+        """What a checkpoint holds: parameters under model/, masters and moments under optim/."""
+        states = {name: self.optimizer.state(name) for name in self.buffers.slots}
+        parts = {
+            key: describe("optim", self.recs, {name: state[key] for name, state in states.items()}, key)
+            for key in next(iter(states.values()), {})
+        }
+        return describe("model", self.recs, self.params) | {k: v for part in parts.values() for k, v in part.items()}
+
+    def loaded(self, steps: int) -> None:
+        """Call once the tensors of `logical` were filled from a checkpoint."""
+        self.optimizer.loaded(steps)
