@@ -1,7 +1,7 @@
 """Where each parameter lies in the flat buffers, and which stretch of a buffer is reduced at once.
 
-The buffers hold main gradients (fp32, or fp64 for fp64 parameters), one buffer a dtype. Parameters lie in reverse order,
-which is about the order in which backward delivers their gradients, so that a bucket is a contiguous stretch that fills
+The buffers hold main gradients (fp32, or fp64 for fp64 parameters), one buffer a dtype. Parameters lie in reverse
+order, about the order in which backward delivers their gradients, so that a bucket is a contiguous stretch that fills
 early. The optimizer's masters and moments lie in buffers of the same layout.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 # A parameter may become a view of a flat buffer, and GEMMs choose their path by alignment: torch's own CPU allocations
-# start on 64 bytes, GPU memory moves in 128-byte lines. With a lower alignment a layout could change the bits of a GEMM.
+# start on 64 bytes, GPU memory moves in 128-byte lines. Below that, a parameter's neighbours could change a GEMM's bits.
 ALIGN_BYTES = 128
 
 Flat = dict[torch.dtype, Tensor]

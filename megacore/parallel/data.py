@@ -29,8 +29,8 @@ class GradBuffers:
 
     A step: `zero()`, backward of every micro-batch (`expect()` before the last one), `finish()`, then `grad(name)`.
     A post-accumulate hook folds each `p.grad` into its slot and clears it. A parameter is ready when it receives a
-    gradient after `expect`, or when the executor says so by `ready` (deferred weight gradients); a hook alone never makes
-    it ready. A bucket is launched as soon as all its parameters are ready and all earlier buckets are launched:
+    gradient after `expect`, or when the executor says so by `ready` (deferred weight gradients); a hook alone never
+    makes it ready. A bucket is launched as soon as all its parameters are ready and all earlier buckets are launched:
     the order is the same on all ranks whatever each rank's backward did.
 
     Memory: one main-gradient element per trainable parameter element, plus one `p.grad` at a time.
@@ -103,7 +103,9 @@ class GradBuffers:
     def add(self, name: str, grad: Tensor) -> None:
         """Add one micro-batch's gradient (local shape, any floating dtype and strides) in the main dtype."""
         if self.layout.slots[name].bucket < len(self.launches):
-            raise RuntimeError(f"{name} received a gradient after its bucket was reduced; call expect() only before its last")
+            raise RuntimeError(
+                f"{name} got a gradient after its bucket was reduced; call expect() only before its last"
+            )
         if name in self._touched:
             self._grads[name].add_(grad)
         else:
@@ -141,8 +143,10 @@ class GradBuffers:
                 self._works.append(dist.all_reduce(part, group=self._mesh.dp_cp.pg, async_op=True))
 
     def finish(self) -> None:
-        """Launch what is left (parameters without a gradient count as zero), wait, and sum the replicas. Collective over
-        dp x cp, embed and tp. On a GPU `wait` orders streams, so `wait_seconds` holds the host's time only."""
+        """Launch what is left (parameters without a gradient count as zero), wait, and sum the replicas.
+
+        Collective over dp x cp, embed and tp. On a GPU `wait` orders streams: `wait_seconds` is the host's time only.
+        """
         while len(self.launches) < len(self.layout.buckets):
             self._launch()
         start = perf_counter()

@@ -60,8 +60,9 @@ class MixedAdamW:
 
     Masters and moments lie in flat buffers of the gradients' layout and dtype (fp32; fp64 for fp64 parameters). A
     parameter of that dtype becomes a view of its master (`p.data` is replaced here: build the optimizer after the
-    weights are on their device); a narrower one (bf16) is rounded from its master after each step. Frozen parameters are
-    never touched. Memory: 3 main elements a parameter element (2 moments and, unless it is the parameter, the master).
+    weights are on their device); a narrower one (bf16) is rounded from its master after each step. Frozen parameters
+    are never touched. `decay` is asked with a parameter's canonical name, so that tied copies get one answer.
+    Memory: 3 main elements a parameter element (2 moments and, unless it is the parameter itself, the master).
     """
 
     def __init__(
@@ -88,11 +89,12 @@ class MixedAdamW:
             self._adopt(name, params[name])
             slices[name] = piece = slot.piece(self._state["master"])
             piece.grad = slot.piece(buffers.flat)
-            groups[bool(decay(name, recs[name]))].append(piece)
+            groups[bool(decay(recs[name].canonical, recs[name]))].append(piece)
         self._adam = None
         if slices:
-            decayed = [{"params": groups[d], "weight_decay": weight_decay if d else 0.0} for d in (True, False) if groups[d]]
-            self._adam = torch.optim.AdamW(decayed, lr=lr, betas=betas, eps=eps)
+            rates = ((groups[True], weight_decay), (groups[False], 0.0))
+            given = [{"params": pieces, "weight_decay": rate} for pieces, rate in rates if pieces]
+            self._adam = torch.optim.AdamW(given, lr=lr, betas=betas, eps=eps)
         for name, piece in slices.items():  # torch makes these at the first step; a checkpoint must fill them before
             moments = {key: self._slots[name].piece(self._state[key]) for key in MOMENTS}
             self._steps[name] = torch.zeros((), dtype=torch.float32)
@@ -112,9 +114,9 @@ class MixedAdamW:
     def step(self, lr: float, grad_norm: float | Tensor, clip: float = 0.0, num_valid: int | None = None) -> StepInfo:
         """One step on the finished gradients, or none at all.
 
-        The only place that decides to skip: when `grad_norm` (of `global_norm`, the same on every rank) is not finite, or
-        when the global batch has no valid token. A skipped step leaves weights, moments and `steps` bitwise unchanged: no
-        weight decay either. clip: largest norm, 0 for none. The gradients are scaled in place.
+        The only place that decides to skip: when `grad_norm` (of `global_norm`, the same on every rank) is not finite,
+        or when the global batch has no valid token. A skipped step leaves weights, moments and `steps` bitwise
+        unchanged: no weight decay either. clip: largest norm, 0 for none. The gradients are scaled in place.
         """
         if clip < 0:
             raise ValueError(f"clip={clip} is negative; give the largest gradient norm, or 0 for no clipping")
@@ -148,8 +150,7 @@ class MixedAdamW:
 
     @torch.no_grad()
     def loaded(self, steps: int) -> None:
-        """Call after the views of `state` were filled from a checkpoint: sets the step count, rounds the masters into the
-        narrower parameters."""
+        """Call after the views of `state` were filled from a checkpoint: sets the step count, rounds the masters."""
         self.steps = steps
         for count in self._steps.values():
             count.fill_(steps)
@@ -160,7 +161,7 @@ class MixedAdamW:
         """Copy states (as `state` gives them, by parameter name) and resume after `steps` steps."""
         missing = sorted(set(self._slots) - set(states))
         if missing:
-            raise ValueError(f"optimizer state lacks {missing[0]} ({len(missing)} in all); load a checkpoint of this model")
+            raise ValueError(f"optimizer state lacks {missing[0]} and {len(missing) - 1} more; load one of this model")
         for name in self._slots:
             for key, view in self.state(name).items():
                 view.copy_(states[name][key])

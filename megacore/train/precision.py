@@ -33,9 +33,8 @@ class Precision:
         return self.main != self.parameters
 
 
-PRECISIONS = MappingProxyType(
-    {p.name: p for p in (Precision("fp64", torch.float64), Precision("fp32", torch.float32), Precision("bf16", torch.bfloat16))}
-)
+_DTYPES = (("fp64", torch.float64), ("fp32", torch.float32), ("bf16", torch.bfloat16))
+PRECISIONS = MappingProxyType({name: Precision(name, dtype) for name, dtype in _DTYPES})
 
 
 def precision(name: str) -> Precision:

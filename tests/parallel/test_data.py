@@ -6,9 +6,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megacore.comm.mesh import Layout, Mesh
-from megacore.parallel.buckets import ALIGN_BYTES, flat_layout
 from megacore.parallel.data import GradBuffers
-from megacore.parallel.record import Box, ParamRecord, records
+from megacore.parallel.record import records
 
 
 def chain(widths, dtype=torch.float32, seed=0):
@@ -27,41 +26,7 @@ def one_weight(value=1.0, dtype=torch.float32):
     return module
 
 
-# ---- layout ----
-
-
-def test_layout_is_reverse_order_aligned_and_disjoint():
-    module = chain([7, 5, 3])
-    layout = flat_layout(dict(module.named_parameters()), 1 << 20)
-    assert list(layout.slots) == ["1.bias", "1.weight", "0.bias", "0.weight"]
-    ends = 0
-    for slot in layout.slots.values():
-        assert slot.start * 4 % ALIGN_BYTES == 0 and slot.start >= ends
-        ends = slot.start + slot.numel
-    assert [b.names for b in layout.buckets] == [tuple(layout.slots)]
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 256, 512, 1 << 20])
-def test_buckets_cover_every_parameter_once_and_respect_the_size(bucket_bytes):
-    params = dict(chain([16, 16, 1, 40]).named_parameters())
-    params["half"] = nn.Parameter(torch.zeros(9, dtype=torch.bfloat16))
-    params["double"] = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    params["empty"] = nn.Parameter(torch.zeros(0, 4))
-    layout = flat_layout(params, bucket_bytes)
-    assert sorted(n for b in layout.buckets for n in b.names) == sorted(params)
-    assert layout.slots["half"].dtype == torch.float32 and layout.slots["double"].dtype == torch.float64
-    for i, b in enumerate(layout.buckets):
-        assert (b.stop - b.start) * b.dtype.itemsize <= bucket_bytes or len(b.names) == 1 or "empty" in b.names
-        assert all(layout.slots[n].bucket == i and layout.slots[n].dtype == b.dtype for n in b.names)
-    for dtype, size in layout.sizes.items():
-        stretches = sorted((b.start, b.stop) for b in layout.buckets if b.dtype == dtype)
-        assert stretches[0][0] == 0 and stretches[-1][1] == size
-        assert all(a[1] == b[0] for a, b in zip(stretches, stretches[1:], strict=False))
-
-
-def test_errors_name_the_remedy():
-    with pytest.raises(ValueError, match="bucket_bytes=0 is not positive"):
-        flat_layout({}, 0)
+def test_frozen_parameters_have_no_slot_and_thawing_asks_for_a_rebuild():
     module = chain([4, 4, 4])
     module[0].weight.requires_grad_(False)
     buffers = buffers_of(module)
@@ -300,83 +265,3 @@ def test_order_of_buckets_does_not_depend_on_a_ranks_backward(pool, mode):
     for name, grad in expected.items():
         assert torch.equal(first[name], second[name])
         torch.testing.assert_close(first[name], grad, rtol=1e-6, atol=1e-6)
-
-
-# ---- replicas within the model ----
-
-
-def tied_copies(layout):
-    mesh = Mesh.build(layout)
-    module = nn.Module()
-    recs = {}
-    names = {0: "embed.weight"} | {layout.pp - 1: "head.weight"}
-    name = names.get(mesh.stage, f"block{mesh.stage}.weight")
-    leaf = nn.Module()
-    leaf.weight = nn.Parameter(torch.zeros(6, 4))
-    module.add_module(name.split(".")[0], leaf)
-    for full, rec in records(module, mesh).items():
-        tied = mesh.stage in names
-        tie = "embed.weight" if tied else None
-        recs[full] = ParamRecord(full, rec.shape, rec.local_shape, rec.boxes, tie=tie, tie_first=mesh.is_first_stage or not tied)
-    buffers = GradBuffers(dict(module.named_parameters()), recs, mesh)
-    buffers.expect()
-    (leaf.weight * by_rank(mesh.rank)).sum().backward()
-    buffers.finish()
-    return buffers.grad(name).clone()
-
-
-def by_rank(rank):
-    return torch.sin(torch.arange(24.0).view(6, 4) + 24 * rank)
-
-
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=3), Layout(pp=3, dp=2)])
-def test_tied_copies_are_summed_over_first_and_last_stage(pool, layout):
-    grads = pool.run(tied_copies, layout, world=layout.world)
-    for rank, grad in enumerate(grads):
-        at = layout.coords(rank)
-        stages = (0, layout.pp - 1) if at["pp"] in (0, layout.pp - 1) else (at["pp"],)
-        ranks = [layout.rank(pp=p, dp=d) for p in stages for d in range(layout.dp)]
-        torch.testing.assert_close(grad, sum(by_rank(r) for r in ranks), rtol=1e-6, atol=1e-6)
-        assert torch.equal(grad, grads[layout.rank(pp=stages[0])])
-
-
-QUERIES = {2: (4, 4), 3: (2, 2, 4), 4: (2, 2, 2, 2)}  # query rows of each rank: 8 in two groups
-KV_HEAD = {2: (0, 1), 3: (0, 0, 1), 4: (0, 0, 1, 1)}  # at tp 3 the last rank shares nothing, and must take part all the same
-
-
-def qkv_record(tp, index, width=3):
-    """Full [12, width]: 8 query rows, then 2 rows for each of 2 key/value heads."""
-    start, count, kv = sum(QUERIES[tp][:index]), QUERIES[tp][index], KV_HEAD[tp][index]
-    columns = (0, width)
-    query = Box(((start, start + count), columns), ((0, count), columns))
-    key = Box(((8 + 2 * kv, 10 + 2 * kv), columns), ((count, count + 2), columns), KV_HEAD[tp].index(kv) == index)
-    shared = KV_HEAD[tp].count(kv) > 1
-    return ParamRecord("qkv", (12, width), (count + 2, width), (query, key), shared)
-
-
-def shared_boxes(layout):
-    mesh = Mesh.build(layout)
-    rec = qkv_record(layout.tp, mesh.tp.index)
-    module = nn.Module()
-    module.qkv = nn.Parameter(torch.zeros(rec.local_shape, dtype=torch.float64))
-    module.norm = nn.Parameter(torch.zeros(5, dtype=torch.float64))  # replicated, and its gradient is whole already
-    recs = records(module, mesh) | {"qkv": rec}
-    buffers = GradBuffers(dict(module.named_parameters()), recs, mesh)
-    upstream = torch.sin(torch.arange(36.0).double() + 100 * mesh.rank).view(12, 3)
-    ((module.qkv * rec.slice_full(upstream)).sum() + module.norm.sum()).backward()
-    buffers.finish()
-    assert torch.equal(buffers.grad("norm"), torch.full((5,), float(layout.dp), dtype=torch.float64))
-    return buffers.grad("qkv").clone(), upstream
-
-
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=3), Layout(tp=4), Layout(tp=4, dp=2)])
-def test_shared_boxes_hold_the_whole_gradient_everywhere(pool, layout):
-    """MB-08's finalisation: a key/value head held by two ranks gets both ranks' parts."""
-    results = pool.run(shared_boxes, layout, world=layout.world)
-    full = torch.zeros(12, 3, dtype=torch.float64)  # each rank adds, at the places it holds, what its own backward gave
-    for rank, (_, upstream) in enumerate(results):
-        rec = qkv_record(layout.tp, layout.coords(rank)["tp"])
-        rec.add_into_full(rec.slice_full(upstream), full)
-    for rank, (grad, _) in enumerate(results):
-        wanted = qkv_record(layout.tp, layout.coords(rank)["tp"]).slice_full(full)
-        torch.testing.assert_close(grad, wanted, rtol=1e-14, atol=1e-15)

@@ -68,8 +68,8 @@ def test_steps_equal_torch(dtype, clip):
             group["lr"] = rate(step)
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip or math.inf)
         reference.step()
-        assert info.norm == pytest.approx(norm.item(), rel=1e-6 if dtype == torch.float32 else 1e-14) and not info.skipped
-        assert (info.scale < 1) == (clip == 1.0)
+        assert info.norm == pytest.approx(norm.item(), rel=1e-6 if dtype == torch.float32 else 1e-14)
+        assert (info.scale < 1) == (clip == 1.0) and not info.skipped
     assert optimizer.steps == 6
     for name, p in plain.named_parameters():
         got = dict(ours.named_parameters())[name]
@@ -103,14 +103,14 @@ def test_parameters_of_the_main_dtype_are_views_of_the_masters():
 
 
 def test_bf16_parameters_follow_fp32_masters():
-    """The serial reference written out: fp32 AdamW on the bf16 model's gradients, parameters rounded after each step."""
+    """The reference written out: fp32 AdamW on the bf16 model's gradients, parameters rounded after each step."""
     ours, plain = network(torch.bfloat16), network(torch.bfloat16)
     buffers, recs, optimizer = optimizer_of(ours)
     masters = [p.detach().float().requires_grad_() for p in plain.parameters()]
     groups = [{"params": [m for m in masters if (m.ndim >= 2) == d], "weight_decay": 0.1 * d} for d in (True, False)]
     reference = torch.optim.AdamW(groups, **HYPER)
-    for step in range(4):
-        train_step(ours, buffers, recs, optimizer, step, torch.bfloat16, 0.0, lr=1e-4)  # below bf16's step at 1: masters move first
+    for step in range(4):  # lr is below bf16's spacing at 1: only the masters of the norm's weights can move
+        train_step(ours, buffers, recs, optimizer, step, torch.bfloat16, 0.0, lr=1e-4)
         plain(batch(step, torch.bfloat16)).square().sum().backward()
         for group in reference.param_groups:
             group["lr"] = 1e-4
@@ -128,13 +128,13 @@ def test_bf16_parameters_follow_fp32_masters():
 
 
 def test_mixed_dtypes_keep_their_own_buffers():
-    module = nn.ParameterDict(
-        {"a": nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16)), "b": nn.Parameter(torch.ones(7)), "c": nn.Parameter(torch.ones(2, dtype=torch.float64))}
-    )
+    ones = {"a": (15, torch.bfloat16), "b": (7, torch.float32), "c": (2, torch.float64)}
+    module = nn.ParameterDict({n: nn.Parameter(torch.ones(size, dtype=dtype)) for n, (size, dtype) in ones.items()})
     buffers, recs, optimizer = optimizer_of(module, decay=0.0)
     sum(p.double().sum() for p in module.values()).backward()
     buffers.finish()
-    assert optimizer.step(0.5, global_norm(buffers, recs, Mesh())[0]).norm == pytest.approx(math.sqrt(15 + 7 + 2), rel=1e-14)
+    info = optimizer.step(0.5, global_norm(buffers, recs, Mesh())[0])
+    assert info.norm == pytest.approx(math.sqrt(15 + 7 + 2), rel=1e-14)
     for p in module.values():  # the first AdamW step moves by lr whatever the gradient
         torch.testing.assert_close(p.double(), torch.full_like(p, 0.5).double(), rtol=1e-2, atol=0)
     assert [optimizer.state(n)["master"].dtype for n in "abc"] == [torch.float32, torch.float32, torch.float64]
@@ -194,7 +194,8 @@ def test_decay_is_decided_on_the_full_shape_and_by_the_callers_rule():
         for p in params.values():
             p.data.fill_(1.0)
         buffers = GradBuffers(params, recs, mesh)
-        optimizer = MixedAdamW(params, recs, buffers, mesh, lr=0.1, weight_decay=0.5, **({"decay": rule} if rule else {}))
+        chosen = {"decay": rule} if rule else {}
+        optimizer = MixedAdamW(params, recs, buffers, mesh, lr=0.1, weight_decay=0.5, **chosen)
         buffers.finish()
         optimizer.step(0.1, 0.0)
         assert {n for n, p in params.items() if p.detach().ne(1).any()} == decayed
