@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 # A parameter may become a view of a flat buffer, and GEMMs choose their path by alignment: torch's own CPU allocations
-# start on 64 bytes, GPU memory moves in 128-byte lines. Below that, a parameter's neighbours could change a GEMM's bits.
+# start on 64 bytes, GPU memory moves in 128-byte lines. Below that, the neighbours could change the bits of a GEMM.
 ALIGN_BYTES = 128
 
 Flat = dict[torch.dtype, Tensor]

@@ -17,8 +17,8 @@ def global_norm(buffers: GradBuffers, recs: Mapping[str, ParamRecord], mesh: Mes
     """(norm, finite) of the finished gradients, the same on every rank. norm: fp64 scalar; squares are summed in fp64.
 
     A box that several ranks hold is counted by the one whose record counts it, so replicated and tied parameters enter
-    once. `finite` is false when any element of any rank, counted or not, is inf or NaN; the norm is inf then, so that the
-    optimizer need look at nothing else. Cost: one read of the gradients and ONE all-reduce of two numbers over
+    once. `finite` is false when any element of any rank, counted or not, is inf or NaN; the norm is inf then, so that
+    the optimizer need look at nothing else. Cost: one read of the gradients and ONE all-reduce of two numbers over
     `model` (tensor x pipeline); the data-parallel copies are equal already.
     """
     counted, others = [], []
