@@ -75,7 +75,8 @@ def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = 
     if rows.shape[0] < max(sizes):
         rows = torch.cat([rows, rows.new_zeros((max(sizes) - rows.shape[0], *rows.shape[1:]))])
     joined = rows.new_empty((group.size * max(sizes), *rows.shape[1:]))
-    dist.all_gather_into_tensor(joined, rows, group=group.pg)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    gather(joined, rows, group=group.pg)
     if len(set(sizes)) > 1:
         joined = torch.cat([part[:size] for part, size in zip(joined.split(max(sizes)), sizes, strict=True)])
     return joined.movedim(0, dim).contiguous()
@@ -92,7 +93,8 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | No
         return _own(_summed(x, group), group, dim, sizes)  # gloo's reduce-scatter is slower than its all-reduce (kernels: 0.4-0.67 GB/s)
     rows = x.movedim(dim, 0).contiguous()
     mine = rows.new_empty((sizes[0], *rows.shape[1:]))
-    dist.reduce_scatter_tensor(mine, rows, group=group.pg)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    scatter(mine, rows, group=group.pg)
     return mine.movedim(0, dim).contiguous()
 
 

@@ -99,13 +99,22 @@ class TrainStep:
         )
         self.executor = Executor([self.stage], mesh.pp, mesh.pp_up, SCHEDULES[schedule], device)
 
-    def step(self, microbatches: Sequence[MicroBatch], valid: int, lr: float) -> StepResult:
-        """Forward, backward, reduction, clipping and AdamW. A batch without valid tokens has loss 0 and changes nothing."""
+    def step(
+        self,
+        microbatches: Sequence[MicroBatch],
+        valid: int,
+        lr: float,
+        inspect: Callable[[GradBuffers], None] | None = None,
+    ) -> StepResult:
+        """Forward, backward, reduction, clipping and AdamW. A batch without valid tokens has loss 0 and changes nothing.
+        `inspect` is shown the finished gradients before they are clipped."""
         start, waited, reduced = perf_counter(), self.executor.wait_seconds, self.buffers.wait_seconds
         self.stage.train()
         self.buffers.zero()
         losses = self.executor.step(microbatches, self._loss(valid), on_last=lambda _: self.buffers.expect())
         self.buffers.finish()
+        if inspect is not None:
+            inspect(self.buffers)
         norm, _ = global_norm(self.buffers, self.recs, self.mesh)
         info = self.optimizer.step(lr, norm, self.optim.clip, num_valid=valid)
         loss = self._over_world(losses)
