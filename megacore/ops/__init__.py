@@ -1,7 +1,8 @@
 """The operators. Each file holds one: formula, public function, plain-torch reference, fake and gradient."""
 
+from megacore.ops.cross_entropy import cross_entropy
 from megacore.ops.dispatch import implementations, use
 from megacore.ops.dropout import dropout, dropout_key
 from megacore.ops.linear_gelu import linear_gelu
 
-__all__ = ["dropout", "dropout_key", "implementations", "linear_gelu", "use"]
+__all__ = ["cross_entropy", "dropout", "dropout_key", "implementations", "linear_gelu", "use"]

@@ -1,0 +1,275 @@
+// Cross-entropy over a vocabulary shard: row statistics, their merge over ranks, the gradient.
+// R rows, W columns of this shard of which C are true (the rest is padding), V true vocabulary, t ranks.
+// A row is read once by the statistics and read and written once by the gradient, in blocks that stay in L1, so memory
+// bandwidth is the bound in fp32 and exp in the 16-bit types. Formulas: megacore/ops/cross_entropy.py.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <tuple>
+
+#include "check.h"
+#include "cpu/storage.h"
+#include "cpu/vector_math.h"
+
+namespace megacore {
+namespace {
+
+constexpr int64_t kBlock = 512;      // columns held in acc_t between the passes over a block
+constexpr int64_t kDigit = 1 << 20;  // a column number travels as two digits, each exact in fp32
+constexpr int64_t kGrain = 1 << 15;  // elements worth a thread
+
+// ---- loops over a block; sixteen independent lanes, or the order of the sum would forbid vectors ----
+constexpr int kLanes = 16;
+
+template <class A>
+MEGACORE_INLINE A max_of(const A* v, int64_t n, A start) {
+  A lane[kLanes];
+  for (int l = 0; l < kLanes; ++l) lane[l] = start;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int l = 0; l < kLanes; ++l) lane[l] = v[i + l] > lane[l] ? v[i + l] : lane[l];
+  for (int l = 0; i + l < n; ++l) lane[l] = v[i + l] > lane[l] ? v[i + l] : lane[l];
+  A best = lane[0];
+  for (int l = 1; l < kLanes; ++l) best = lane[l] > best ? lane[l] : best;
+  return best;
+}
+
+template <class A>
+MEGACORE_INLINE double sum_of(const A* v, int64_t n) {
+  A lane[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int l = 0; l < kLanes; ++l) lane[l] += v[i + l];
+  for (int l = 0; i + l < n; ++l) lane[l] += v[i + l];
+  double total = 0;
+  for (int l = 0; l < kLanes; ++l) total += lane[l];
+  return total;
+}
+
+// out = (max, sum exp(x - max), x[local target] or 0, sum (x - max)) of each row.
+template <class T>
+struct Stats {
+  using A = acc_t<T>;
+  MEGACORE_INLINE static void run(const T* x, int64_t stride, int64_t columns, const int64_t* target,
+                                  int64_t vocab_start, int64_t ignore_index, A* out, int64_t begin, int64_t end) {
+    constexpr A lowest = -std::numeric_limits<A>::infinity();
+    alignas(64) A v[kBlock];
+    for (int64_t r = begin; r < end; ++r) {
+      const T* row = x + r * stride;
+      A peak = lowest;
+      double total = 0, below = 0;
+      for (int64_t at = 0; at < columns; at += kBlock) {
+        const int64_t n = columns - at < kBlock ? columns - at : kBlock;
+        for (int64_t i = 0; i < n; ++i) v[i] = widen(row[at + i]);
+        const A higher = max_of(v, n, peak);
+        const A origin = higher == lowest ? A(0) : higher;  // -inf - -inf would be NaN
+        const A shift = peak == lowest ? A(0) : peak - origin;
+        for (int64_t i = 0; i < n; ++i) v[i] -= origin;
+        below += double(at) * shift + sum_of(v, n);
+        for (int64_t i = 0; i < n; ++i) v[i] = exp_of(v[i]);
+        total = (shift == 0 ? total : total * std::exp(double(shift))) + sum_of(v, n);
+        peak = higher;
+      }
+      const int64_t y = target[r], local = y - vocab_start;
+      const bool owned = y != ignore_index && local >= 0 && local < columns;
+      out[4 * r] = peak;
+      out[4 * r + 1] = A(total);
+      out[4 * r + 2] = owned ? A(widen(row[local])) : A(0);
+      out[4 * r + 3] = A(below);
+    }
+  }
+};
+
+struct Loss {
+  int64_t vocab_size, ignore_index;
+  double smoothing, z_loss;
+};
+
+// Statistics of every rank in rank order -> loss and (max, log sum exp(x - max)) of each row.
+template <class A>
+void merge_rows(const A* stats, const int64_t* target, int64_t rows, int64_t ranks, Loss how, A* loss, A* norm,
+                int64_t begin, int64_t end) {
+  constexpr double lowest = -std::numeric_limits<double>::infinity();
+  const int64_t block = (rows + 1) * 4;
+  for (int64_t r = begin; r < end; ++r) {
+    double peak = lowest, total = 0, picked = 0, below = 0;
+    for (int64_t k = 0; k < ranks; ++k) {
+      const double mine = stats[k * block + 4 * r];
+      peak = mine > peak ? mine : peak;
+    }
+    for (int64_t k = 0; k < ranks; ++k) {
+      const A *at = stats + k * block + 4 * r, *header = stats + (k + 1) * block - 4;
+      const double columns = double(header[2]) * kDigit + double(header[3]);
+      const double shift = at[0] == lowest ? 0.0 : double(at[0]) - peak;
+      total += at[1] * std::exp(shift);
+      picked += at[2];
+      below += at[3] + columns * shift;
+    }
+    const double rest = std::log(total);
+    double value = peak - picked + rest;
+    if (how.smoothing != 0)
+      value = (1 - how.smoothing) * value + how.smoothing * (rest - below / double(how.vocab_size));
+    value += how.z_loss == 0 ? 0.0 : how.z_loss * (peak + rest) * (peak + rest);
+    loss[r] = target[r] == how.ignore_index ? A(0) : A(value);
+    norm[2 * r] = A(peak);
+    norm[2 * r + 1] = A(rest);
+  }
+}
+
+// dx = g * ((1 + 2 z lse) p - eps/V - (1 - eps) [column is the target]); dx may be x.
+template <class T>
+struct Backward {
+  using A = acc_t<T>;
+  MEGACORE_INLINE static void run(const A* grad, int64_t grad_stride, const T* x, int64_t x_stride, T* dx,
+                                  int64_t dx_stride, int64_t columns, int64_t width, const int64_t* target,
+                                  const A* norm, int64_t vocab_start, Loss how, int64_t begin, int64_t end) {
+    const A spread = A(how.smoothing / double(how.vocab_size)), share = A(1 - how.smoothing);
+    alignas(64) A v[kBlock];
+    for (int64_t r = begin; r < end; ++r) {
+      const T* row = x + r * x_stride;
+      T* out = dx + r * dx_stride;
+      const bool counted = target[r] != how.ignore_index;
+      const int64_t real = counted ? columns : 0, hit = target[r] - vocab_start;
+      const A g = grad[r * grad_stride], peak = norm[2 * r], rest = norm[2 * r + 1];
+      const A factor = A(1 + 2 * how.z_loss * (double(peak) + double(rest)));
+      for (int64_t at = 0; at < real; at += kBlock) {
+        const int64_t n = real - at < kBlock ? real - at : kBlock;
+        for (int64_t i = 0; i < n; ++i) v[i] = widen(row[at + i]);
+        for (int64_t i = 0; i < n; ++i) v[i] = factor * exp_of((v[i] - peak) - rest) - spread;
+        if (hit >= at && hit < at + n) v[hit - at] -= share;
+        for (int64_t i = 0; i < n; ++i) out[at + i] = narrow<T>(g * v[i]);
+      }
+      for (int64_t i = real; i < width; ++i) out[i] = narrow<T>(A(0));
+    }
+  }
+};
+
+// ---- the torch side ----
+at::ScalarType acc_type(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+int64_t grain(int64_t width) {
+  return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width));
+}
+at::Tensor dense_columns(const at::Tensor& x) {
+  return x.stride(1) == 1 ? x : x.contiguous();
+}
+int64_t true_columns(int64_t width, int64_t vocab_start, int64_t vocab_size) {
+  return std::clamp<int64_t>(vocab_size - vocab_start, 0, width);
+}
+
+void check_rows(const char* op, const at::Tensor& logits, const at::Tensor& target) {
+  check_floating(op, "logits", logits);
+  MEGACORE_CHECK(logits.dim() == 2, op, "logits", describe(logits), "2 dimensions, rows x columns");
+  MEGACORE_CHECK(target.scalar_type() == at::kLong && target.dim() == 1 && target.size(0) == logits.size(0), op,
+                 "target", describe(target), "[" << logits.size(0) << "] Long, one id for each row of logits");
+}
+
+at::Tensor cross_entropy_stats(const at::Tensor& logits, const at::Tensor& target, int64_t vocab_start,
+                               int64_t vocab_size, int64_t ignore_index) {
+  const char* op = "cross_entropy_stats";
+  check_rows(op, logits, target);
+  const at::Tensor x = dense_columns(logits), y = target.contiguous();
+  const int64_t rows = x.size(0), columns = true_columns(x.size(1), vocab_start, vocab_size);
+  at::Tensor out = at::empty({rows + 1, 4}, x.options().dtype(acc_type(x)));
+  dispatch_storage(x.scalar_type(), op, [&](auto kind) {
+    using T = decltype(kind);
+    using A = acc_t<T>;
+    A* to = out.mutable_data_ptr<A>();
+    const T* from = static_cast<const T*>(x.const_data_ptr());
+    const int64_t* ids = y.const_data_ptr<int64_t>();
+    const int64_t stride = x.stride(0);
+    at::parallel_for(0, rows, grain(columns), [=](int64_t begin, int64_t end) {
+      run_on_cpu<Stats<T>>(from, stride, columns, ids, vocab_start, ignore_index, to, begin, end);
+    });
+    const int64_t digits[4] = {vocab_start / kDigit, vocab_start % kDigit, columns / kDigit, columns % kDigit};
+    for (int i = 0; i < 4; ++i) to[4 * rows + i] = A(digits[i]);
+  });
+  return out;
+}
+
+std::tuple<at::Tensor, at::Tensor> cross_entropy_merge(const at::Tensor& stats, const at::Tensor& target, int64_t ranks,
+                                                       int64_t vocab_size, int64_t ignore_index, double label_smoothing,
+                                                       double z_loss) {
+  const char* op = "cross_entropy_merge";
+  const int64_t rows = target.numel();
+  MEGACORE_CHECK(stats.scalar_type() == at::kFloat || stats.scalar_type() == at::kDouble, op, "stats", describe(stats),
+                 "dtype Float or Double");
+  MEGACORE_CHECK(ranks > 0 && stats.dim() == 2 && stats.size(0) == ranks * (rows + 1) && stats.size(1) == 4, op,
+                 "stats", describe(stats),
+                 "[" << ranks << " * (" << rows << " + 1), 4], the statistics of each rank in turn");
+  const at::Tensor all = stats.contiguous(), y = target.contiguous();
+  at::Tensor loss = at::empty({rows}, stats.options()), norm = at::empty({rows, 2}, stats.options());
+  const Loss how{vocab_size, ignore_index, label_smoothing, z_loss};
+  const auto merge = [&](auto kind) {
+    using A = decltype(kind);
+    const A* from = all.const_data_ptr<A>();
+    const int64_t* ids = y.const_data_ptr<int64_t>();
+    A *losses = loss.mutable_data_ptr<A>(), *norms = norm.mutable_data_ptr<A>();
+    at::parallel_for(0, rows, grain(16 * ranks), [=](int64_t begin, int64_t end) {
+      merge_rows(from, ids, rows, ranks, how, losses, norms, begin, end);
+    });
+  };
+  stats.scalar_type() == at::kDouble ? merge(double()) : merge(float());
+  return {loss, norm};
+}
+
+void write_gradient(const char* op, const at::Tensor& grad, const at::Tensor& logits, const at::Tensor& target,
+                    const at::Tensor& norm, at::Tensor dx, int64_t vocab_start, Loss how) {
+  check_rows(op, logits, target);
+  const int64_t rows = logits.size(0), width = logits.size(1),
+                columns = true_columns(width, vocab_start, how.vocab_size);
+  MEGACORE_CHECK(grad.scalar_type() == acc_type(logits) && grad.dim() == 1 && grad.size(0) == rows, op, "grad",
+                 describe(grad), "[" << rows << "] " << acc_type(logits) << ", one for each row of logits");
+  MEGACORE_CHECK(norm.scalar_type() == acc_type(logits) && norm.numel() == 2 * rows, op, "norm", describe(norm),
+                 "[" << rows << ", 2] " << acc_type(logits) << ", as cross_entropy_merge gives it");
+  const at::Tensor x = dense_columns(logits), y = target.contiguous(), scale = norm.contiguous();
+  dispatch_storage(x.scalar_type(), op, [&](auto kind) {
+    using T = decltype(kind);
+    using A = acc_t<T>;
+    const A *g = grad.const_data_ptr<A>(), *n = scale.const_data_ptr<A>();
+    const T* from = static_cast<const T*>(x.const_data_ptr());
+    T* to = static_cast<T*>(dx.mutable_data_ptr());
+    const int64_t* ids = y.const_data_ptr<int64_t>();
+    const int64_t g_stride = grad.stride(0), x_stride = x.stride(0), dx_stride = dx.stride(0);
+    at::parallel_for(0, rows, grain(width), [=](int64_t begin, int64_t end) {
+      run_on_cpu<Backward<T>>(g, g_stride, from, x_stride, to, dx_stride, columns, width, ids, n, vocab_start, how,
+                              begin, end);
+    });
+  });
+}
+
+at::Tensor cross_entropy_bwd(const at::Tensor& grad, const at::Tensor& logits, const at::Tensor& target,
+                             const at::Tensor& norm, int64_t vocab_start, int64_t vocab_size, int64_t ignore_index,
+                             double label_smoothing, double z_loss) {
+  at::Tensor dx = at::empty(logits.sizes(), logits.options());
+  write_gradient("cross_entropy_bwd", grad, logits, target, norm, dx, vocab_start,
+                 {vocab_size, ignore_index, label_smoothing, z_loss});
+  return dx;
+}
+
+void cross_entropy_bwd_(const at::Tensor& grad, at::Tensor& logits, const at::Tensor& target, const at::Tensor& norm,
+                        int64_t vocab_start, int64_t vocab_size, int64_t ignore_index, double label_smoothing,
+                        double z_loss) {
+  const char* op = "cross_entropy_bwd_";
+  MEGACORE_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && logits.stride(0) >= logits.size(1), op, "logits",
+                 describe(logits) << " with strides " << logits.strides(), "rows that are dense and do not overlap");
+  write_gradient(op, grad, logits, target, norm, logits, vocab_start,
+                 {vocab_size, ignore_index, label_smoothing, z_loss});
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(megacore, CPU, m) {
+  m.impl("cross_entropy_stats", &cross_entropy_stats);
+  m.impl("cross_entropy_merge", &cross_entropy_merge);
+  m.impl("cross_entropy_bwd", &cross_entropy_bwd);
+  m.impl("cross_entropy_bwd_", &cross_entropy_bwd_);
+}
+
+}  // namespace megacore
