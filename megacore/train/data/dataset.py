@@ -78,7 +78,7 @@ class GPTDataset:
 
 
 def check_vocabulary(data: GPTDataset | IndexedDataset, vocab_size: int) -> None:
-    """ValueError where the largest token id is outside the model's vocabulary: called at start, before any collective."""
+    """ValueError where the largest token id is outside the vocabulary: called at start, before any collective."""
     data = data.data if isinstance(data, GPTDataset) else data
     largest = data.largest_token_id
     if largest >= vocab_size:

@@ -38,13 +38,12 @@ class Order:
         """Samples number start .. start + count - 1 of the order. int64 [count]; cost O(count)."""
         if start < 0 or count < 0:
             raise ValueError(f"start={start}, count={count}: consumed samples count from 0 and never run backwards")
-        k = np.arange(start, start + count, dtype=np.int64)
-        epoch, within = k // self.samples, k % self.samples
-        if not self.shuffle:
-            return within
-        out = np.empty_like(within)
-        for e in np.unique(epoch):
-            out[epoch == e] = permute(within[epoch == e], self.samples, key=mix(self.seed, int(e)))
+        out = np.arange(start, start + count, dtype=np.int64) % self.samples
+        at = 0
+        while self.shuffle and at < count:  # one epoch after another: few, since a step is rarely longer than an epoch
+            epoch, stop = (start + at) // self.samples, min(count, at + self.samples - int(out[at]))
+            out[at:stop] = permute(out[at:stop], self.samples, key=mix(self.seed, epoch))
+            at = stop
         return out
 
     def index(self, k: int) -> int:

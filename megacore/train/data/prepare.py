@@ -129,7 +129,7 @@ def prepare(
 
 
 def _survey(files: Sequence[Path], key: str, skips: Skips, seed: int, show: Progress) -> Survey:
-    sizes = [f.stat().st_size for f in files]
+    sizes = [f.stat().st_size if f.exists() else 0 for f in files]  # a broken link is skipped below, with its reason
     read, total = accumulate(sizes), sum(sizes)
     sources, count, characters, low, high = hashlib.blake2b(digest_size=16), 0, 0, 2**64, -1
     for file in files:

@@ -39,7 +39,7 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str], exclude: Iterabl
     """Files behind the inputs: a file as it is, a directory's files of these suffixes; each once, in a fixed order."""
     wanted = {s if s.startswith(".") else f".{s}" for s in (s.lower() for s in suffixes)}
     shut = set(exclude)
-    found: dict[Path, Path] = {}
+    found: dict[str, Path] = {}
     for given in map(Path, inputs):
         if given.is_dir():
             files = [
@@ -50,7 +50,7 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str], exclude: Iterabl
         else:
             raise FileNotFoundError(f"input {given} does not exist; give text files, .jsonl files or directories")
         for file in files:
-            if found.setdefault(file.resolve(), file) is not file:
+            if found.setdefault(os.path.realpath(file), file) is not file:
                 skips.add("given twice", file)
     return list(found.values())
 
