@@ -44,9 +44,12 @@ $(BUILT): $(INSTALLED) $(SOURCES)
 train: $(BUILT) $(DATA)/.prepared
 	$(MEGACORE) train configs/stdlib.toml --nproc $(NPROC) $(ARGS)
 
-# Text that is on every machine and needs no download: the sources of Python's own standard library.
+# Text that is on every machine and needs no download: the sources of Python's own standard library. Installed packages
+# are left out because they differ from machine to machine, tests because they are mostly data.
+LEFT_OUT := site-packages dist-packages __pycache__ test tests idle_test
 $(DATA)/.prepared: | $(BUILT)
-	OMP_NUM_THREADS=1 $(MEGACORE) prepare $$($(PY) tools/stdlib.py) --out $(DATA) --vocab-size 4096
+	OMP_NUM_THREADS=1 $(MEGACORE) prepare "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
+		--out $(DATA) --vocab-size 4096 --suffixes .py --exclude $(LEFT_OUT)
 	@touch $@
 
 test: $(BUILT)
