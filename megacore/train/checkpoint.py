@@ -18,6 +18,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ from megacore.train.storage import SafetensorsReader, SafetensorsWriter, dtype_o
 
 LOG = logging.getLogger(__name__)
 REMEDY = "give a directory on a filesystem that all hosts share"
-SHARED_WAIT = 5.0  # seconds a network filesystem may take to show another host's new file
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,10 @@ class Found:
         return {name: tuple(entry["shape"]) for name, entry in self.body["tensors"].items()}
 
 
-def check_shared(directory: str | Path, group: Group = SOLO) -> None:
-    """Collective. CheckpointError on all ranks unless each can write in `directory` and sees what the first wrote."""
+def check_shared(directory: str | Path, group: Group = SOLO, wait: float = 5.0) -> None:
+    """Collective. CheckpointError on all ranks unless each can write in `directory` and sees what the first wrote.
+
+    `wait`: seconds that a network filesystem may take to show another host's new file."""
     directory = Path(directory)
     token = by_first(group, f"{directory} is not shared", lambda: uuid4().hex)
     mine = directory / f".shared-{token}-{group.index}"
@@ -66,7 +68,7 @@ def check_shared(directory: str | Path, group: Group = SOLO) -> None:
         mine.write_text(token)
 
     def see() -> None:
-        deadline = time.monotonic() + SHARED_WAIT
+        deadline = time.monotonic() + wait
         while not (theirs.exists() and theirs.read_text() == token):
             if time.monotonic() > deadline:
                 raise CheckpointError(f"it does not see the first rank's file; {REMEDY}")
@@ -76,7 +78,8 @@ def check_shared(directory: str | Path, group: Group = SOLO) -> None:
         together(group, f"checkpoint directory {directory} is not writable", write)
         together(group, f"checkpoint directory {directory} is not shared", see)
     finally:
-        mine.unlink(missing_ok=True) if mine.parent.is_dir() else None
+        with suppress(OSError):  # NotADirectoryError where the directory is what was wrong
+            mine.unlink()
 
 
 def save(

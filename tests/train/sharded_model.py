@@ -1,6 +1,6 @@
-"""A model by hand for checkpoint tests: full tensors, and for any layout what each rank holds, from index arithmetic alone.
+"""A model by hand for checkpoint tests: full tensors, and what each rank of a layout holds, by index arithmetic alone.
 
-V = 13 rows of vocabulary padded per rank, 6 features, 4 blocks, 2 KV heads; qkv in three boxes; sizes that do not divide.
+13 rows of vocabulary padded per rank, 6 features, 4 blocks, 2 KV heads; qkv in three boxes; sizes that do not divide.
 `PAD` fills every local tensor before a load: padding must keep it.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from megacore.comm.collectives import split_range
-from megacore.comm.mesh import Layout, Mesh
+from megacore.comm.mesh import Layout
 from megacore.parallel.record import Box, ParamRecord
 from megacore.train.logical import LogicalTensor
 
@@ -95,7 +95,7 @@ def records(layout: Layout, rank: int) -> dict[str, ParamRecord]:
 
 
 def cut(record: ParamRecord, whole: torch.Tensor) -> torch.Tensor:
-    """What the rank should hold, with PAD where there is padding: by torch.cat of the boxes, not by their local places."""
+    """What the rank should hold, with PAD where there is padding: by torch.cat of boxes, not by their local places."""
     if record.local_shape == record.shape and len(record.boxes) == 1 and record.boxes[0].full == record.boxes[0].local:
         return whole.clone()
     pieces = [whole[tuple(slice(a, b) for a, b in box.full)] for box in record.boxes]
@@ -107,8 +107,8 @@ def cut(record: ParamRecord, whole: torch.Tensor) -> torch.Tensor:
 
 
 def logical(layout: Layout, rank: int, values: bool, salt: int = 0) -> dict[str, LogicalTensor]:
-    """Both kinds of tensors of a rank, holding their values or PAD. The optimizer's are views: one transposed, the others
-    slices of one flat buffer, as in the trainer."""
+    """Both kinds of tensors of a rank, holding their values or PAD. The optimizer's are views: one transposed, the
+    others slices of one flat buffer, as in the trainer."""
     recs = records(layout, rank)
     flat = torch.zeros(10_000, dtype=DTYPES["optim"])
     at, found = 1, {}
@@ -125,8 +125,3 @@ def logical(layout: Layout, rank: int, values: bool, salt: int = 0) -> dict[str,
             key = f"model/{name}" if kind == "model" else f"optim/{name}/exp_avg"
             found[key] = LogicalTensor(record, local)
     return found
-
-
-def mesh_of(layout: Layout) -> tuple[Mesh, int]:
-    mesh = Mesh.build(layout)
-    return mesh, mesh.rank
