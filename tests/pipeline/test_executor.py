@@ -124,8 +124,13 @@ def test_change_of_header_is_refused():
         headers.announce(key, header_of({"hidden": x.requires_grad_(), "ids": torch.ones(0, dtype=torch.int64)}))
 
 
-def test_unused_strided_and_empty_tensors_cross(pool):
-    assert not merged(pool.run(runs.passing, world=3, timeout=60))
+@pytest.mark.parametrize("split", [False, True])
+def test_unused_strided_and_empty_tensors_cross(pool, split):
+    """The gradient of a sum is expanded, and autograd.grad hands it on as such."""
+    lists = [gpipe(rank, 3, 3) for rank in range(3)]
+    if split:
+        lists = [actions(line) for line in WRITTEN["zero bubble over three"][3:]]
+    assert not merged(pool.run(runs.passing, lists, world=3, timeout=60))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
