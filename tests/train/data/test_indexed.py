@@ -99,6 +99,12 @@ def test_mb21a_offsets_beyond_32_bits(tmp_path):
     assert both.end_to_end and os.stat(tmp_path / "both.bin").st_blocks * 512 < 1 << 20, "holes were filled"
 
 
+def test_a_single_sequence_may_pass_32_bits_of_bytes(tmp_path):
+    write_index(tmp_path / "d.idx", np.dtype(np.int32), np.array([2**31 - 1, 2**30, 1], np.int32), [0, 3])
+    pointers = (tmp_path / "d.idx").read_bytes()[34 + 12 :][:24]
+    assert struct.unpack("<3q", pointers) == (0, 8_589_934_588, 12_884_901_884)
+
+
 def test_a_document_longer_than_int32_lengths_is_several_sequences(tmp_path, monkeypatch):
     monkeypatch.setattr("megacore.train.data.writer.LONGEST", 4)
     data = IndexedDataset(write(tmp_path / "d", [list(range(10)), [1]]))
@@ -156,7 +162,8 @@ def test_missing_file(tmp_path, suffix):
 
 
 @pytest.mark.parametrize(
-    "name, keep", [("d.bin", 100), ("d.idx", 5), ("d.idx", 20), ("d.idx", 60), ("d.bin", 0), ("d.idx", 0)]
+    "name, keep",
+    [("d.bin", 100), ("d.bin", 2010), ("d.idx", 5), ("d.idx", 20), ("d.idx", 60), ("d.bin", 0), ("d.idx", 0)],
 )
 def test_truncated_file(tmp_path, name, keep):
     write(tmp_path / "d")
