@@ -1,0 +1,7 @@
+"""python -m megacore"""
+
+import sys
+
+from megacore.cli import main
+
+sys.exit(main())

@@ -1,0 +1,79 @@
+"""The data of a run: what `megacore prepare` wrote, opened and checked on every rank before anything is sent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megacore.parallel.batch import MicroBatch
+from megacore.train.config import Settings
+from megacore.train.data.batches import micro_batches, valid_tokens
+from megacore.train.data.dataset import Dataset, GPTDataset, check_vocabulary
+from megacore.train.data.order import Order
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training samples in the order of the seed; validation samples from the first, in file order, at every
+    evaluation."""
+
+    train: Dataset
+    valid: Dataset | None
+    seed: int = 0
+    shuffle: bool = True
+
+    def batch(self, consumed: int, size: int, **rank: object) -> list[MicroBatch]:
+        """This rank's micro-batches of the global batch that begins after `consumed` samples."""
+        return micro_batches(self.train, self.order, consumed, size, **rank)
+
+    def counted(self, consumed: int, size: int) -> int:
+        """Targets of that whole global batch that count."""
+        return valid_tokens(self.train, self.order, consumed, size)
+
+    @property
+    def order(self) -> Order:
+        return Order(len(self.train), self.seed, self.shuffle)
+
+    @property
+    def source_hash(self) -> str:
+        """Of the texts the training data was made from; empty where it is not known."""
+        return str(getattr(getattr(self.train, "data", None), "meta", {}).get("source_hash", ""))
+
+    def held_out(self) -> Corpus | None:
+        """The validation samples as a corpus of their own."""
+        return None if self.valid is None else Corpus(self.valid, None, shuffle=False)
+
+
+def open_corpus(settings: Settings) -> Corpus:
+    """FileNotFoundError or ValueError, one line, for a missing or truncated file, for data whose largest token id is
+    outside the vocabulary, and for too little data."""
+    folder = Path(settings.data.dir)
+    if not settings.data.dir:
+        raise ValueError("data.dir is empty; give the folder that `megacore prepare TEXT --out DIR` wrote")
+    train = GPTDataset(folder / "train", settings.model.seq_length)
+    check_vocabulary(train, settings.model.vocab_size)
+    valid = None
+    if (folder / "valid.idx").exists() or (folder / "valid.bin").exists():
+        valid = GPTDataset(folder / "valid", settings.model.seq_length)
+        check_vocabulary(valid, settings.model.vocab_size)
+        if len(valid) < settings.parallel.dp:
+            raise ValueError(
+                f"data.dir={settings.data.dir!r}: valid has {len(valid)} samples, fewer than parallel.dp="
+                f"{settings.parallel.dp}; prepare with a larger --valid-fraction"
+            )
+    return Corpus(train, valid, settings.run.seed, settings.data.shuffle)
+
+
+def with_vocabulary(settings: Settings) -> Settings:
+    """model.vocab_size = 0 is replaced by the size of the tokenizer that the data was made with."""
+    if settings.model.vocab_size:
+        return settings
+    sidecar = Path(settings.data.dir) / "train.json"
+    try:
+        size = int(json.loads(sidecar.read_text())["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"model.vocab_size=0 asks for the tokenizer's size, and {sidecar} does not say it; set model.vocab_size"
+        ) from None
+    return replace(settings, model=replace(settings.model, vocab_size=size))

@@ -1,0 +1,226 @@
+"""One process of a training job, from settings to exit code: checks, communicators, step, loop, report."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from megacore.comm.mesh import Mesh
+from megacore.train.agreement import by_first, together
+from megacore.train.assemble import family
+from megacore.train.config import Settings
+from megacore.train.corpus import Corpus, open_corpus, with_vocabulary
+from megacore.train.failure import FailureBoard, StopRequest, guard
+from megacore.train.loop import Loop, Outcome
+from megacore.train.metrics import Closing, print_report, write_report
+from megacore.train.peak import gpu_peak, measure_cpu_peak
+from megacore.train.sample import continue_text
+from megacore.train.step import TrainStep
+from megacore.train.timers import PARTS
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in the job."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+
+
+def check_files(settings: Settings) -> tuple[Settings, Corpus]:
+    """Everything that reading files can find wrong, found before anything is sent; settings with the vocabulary filled
+    in."""
+    settings = with_vocabulary(settings)
+    return settings, open_corpus(settings)
+
+
+def run(settings: Settings, place: Place, fresh: bool = False) -> int:
+    """Train; the exit code. Every rank of the job calls this once; the world is that of torchrun's environment."""
+    settings, corpus = check_files(settings)
+    device = choose_device(settings.run.device, place.local_rank)
+    set_arithmetic(settings.run.threads, place.local_world, device)
+    store = connect(device, place, settings.run.timeout_s)
+    return guard(lambda: _train(settings, corpus, place, device, fresh), FailureBoard(place.rank, store))
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("run.device='cuda' and torch finds no GPU; set run.device = cpu, or install a torch with CUDA")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"run.device='cuda': rank {local_rank} of this host has no GPU of its own "
+            f"({torch.cuda.device_count()} here); start one process a GPU"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def set_arithmetic(threads: int, local_world: int, device: torch.device) -> None:
+    """The same bits whenever the same run is repeated."""
+    if threads or local_world > 1:
+        torch.set_num_threads(threads or 1)
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = (
+            False  # a debugging aid; costs a write of every new tensor
+        )
+
+
+def connect(device: torch.device, place: Place, timeout_s: float) -> dist.Store | None:
+    """Join the job's process group. Returns a connection of its own to the job's store, None for a world of one."""
+    if place.world == 1:
+        return None
+    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    options = {"device_id": device} if device.type == "cuda" else {}
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, **options)
+    return dist.PrefixStore("megacore", store.clone())
+
+
+def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.device, fresh: bool) -> int:
+    with StopRequest() as stop:
+        console = Console()
+        mesh = Mesh.build(settings.parallel.layout())
+        out = Path(settings.run.out)
+        if fresh:
+            _set_aside(out, mesh, console)
+        model = family(settings.model, settings.run.seed)
+        trainer = TrainStep(
+            model.build, model.plan, mesh, seed=settings.run.seed, precision=settings.run.precision,
+            schedule=settings.parallel.schedule, optim=settings.optim, init=model.init, device=device,
+            bucket_bytes=int(settings.parallel.bucket_mb * 2**20),
+        )  # fmt: skip
+        loop = Loop(settings, trainer, corpus, device, console)
+        loop.resume()
+        if mesh.rank == 0:
+            _introduce(settings, console)
+        peak, source = total_peak(settings, mesh, place, device)
+        outcome = loop.run(stop)
+        if outcome.trained and not outcome.stopped:
+            closing = _close(settings, loop, outcome, (peak, source), model.flops_per_token, device)
+            if mesh.rank == 0:
+                _report(settings, closing, out, console)
+        elif mesh.rank == 0 and not outcome.stopped:
+            console.print(
+                f"the run in {out} is complete at step {outcome.done}; raise run.steps, or start anew with --fresh",
+                highlight=False,
+            )
+        _leave(mesh)
+    return 0
+
+
+def _leave(mesh: Mesh) -> None:
+    if mesh.world.size > 1:
+        dist.barrier(group=mesh.world.pg)  # rank 0 writes the report last: who leaves early looks like a failed peer
+        mesh.destroy()
+        dist.destroy_process_group()
+
+
+def _set_aside(out: Path, mesh: Mesh, console: Console) -> None:
+    """--fresh: an earlier run in the folder gets another name; nothing is deleted."""
+
+    def move() -> str:
+        kept = ("data",)  # `make train` keeps the data of a run inside its folder
+        old = [p for p in out.iterdir() if p.name not in kept] if out.is_dir() else []
+        if not old:
+            return ""
+        number = 1 + max(
+            (int(p.suffix[1:]) for p in out.parent.glob(f"{out.name}.*") if p.suffix[1:].isdigit()), default=0
+        )
+        aside = out.with_name(f"{out.name}.{number}")
+        aside.mkdir()
+        for path in old:
+            path.rename(aside / path.name)
+        return str(aside)
+
+    moved = by_first(mesh.world, f"cannot move {out} aside", move)
+    if moved and mesh.rank == 0:
+        console.print(f"--fresh: the earlier run is now {moved}", highlight=False)
+
+
+def _introduce(settings: Settings, console: Console) -> None:
+    p, m, d = settings.parallel, settings.model, settings.data
+    console.print(
+        f"{m.kind}: {m.layers} layers, hidden {m.hidden}, {m.heads} heads, vocabulary {m.vocab_size}, "
+        f"sequence {m.seq_length}, {settings.run.precision}; tp {p.tp} x pp {p.pp} x dp {p.dp}, {p.schedule}, "
+        f"global batch {d.global_batch} in micro-batches of {d.micro_batch}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    tokenizer = Path(d.dir) / "tokenizer.json"
+    if tokenizer.is_file():
+        shutil.copyfile(tokenizer, Path(settings.run.out) / "tokenizer.json")  # a checkpoint is of use without the data
+
+
+def total_peak(settings: Settings, mesh: Mesh, place: Place, device: torch.device) -> tuple[float, str]:
+    """(FLOP/s of all devices of the run, where the number comes from). Collective."""
+    world = mesh.world.size
+    if settings.run.peak_tflops:
+        return (
+            settings.run.peak_tflops * 1e12 * world,
+            f"run.peak_tflops = {settings.run.peak_tflops} x {world} processes",
+        )
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        one = gpu_peak(name)
+        return (
+            (one * world, f"{one / 1e12:,.0f} TFLOP/s dense bf16 of {name} x {world}")
+            if one
+            else (0.0, f"{name} is not in the table; set run.peak_tflops")
+        )
+    cores = len(os.sched_getaffinity(0))
+    mine = measure_cpu_peak(cores) if place.local_rank == 0 else 0.0
+    total = torch.tensor([mine, float(place.local_rank == 0)], dtype=torch.float64)
+    if world > 1:
+        dist.all_reduce(total, group=mesh.world.pg)
+    flops, hosts = total.tolist()
+    where = f"{cores} cores" + (f" of {hosts:.0f} hosts" if hosts > 1 else "")
+    return flops, f"{flops / 1e9:,.1f} GFLOP/s: fp32 matmul [1024,1024]x[1024,1024] measured at start on the {where}"
+
+
+def _close(
+    settings: Settings, loop: Loop, outcome: Outcome, peak: tuple[float, str], flops: float, device: torch.device
+) -> Closing:
+    """The numbers of the closing report. Collective: times and memory of all ranks are brought together."""
+    memory = float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _resident()
+    mine = {**loop.timers.split(), "memory": memory}
+    ranks = together(loop.mesh.world, "cannot gather times", lambda: mine)
+    return Closing(
+        steps=outcome.trained, tokens=outcome.tokens, seconds=outcome.seconds, flops_per_token=flops,
+        peak_flops=peak[0], peak_source=peak[1],
+        split={part: sum(r[part] for r in ranks) / len(ranks) for part in PARTS},
+        peak_memory=max(r["memory"] for r in ranks), memory_sum=sum(r["memory"] for r in ranks),
+        train_loss=outcome.train_loss, valid_loss=outcome.valid_loss, vocab_size=settings.model.vocab_size,
+    )  # fmt: skip
+
+
+def _resident() -> float:
+    """Largest resident memory of this process so far, bytes (Linux counts in KiB)."""
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _report(settings: Settings, closing: Closing, out: Path, console: Console) -> None:
+    tokenizer = out / "tokenizer.json"
+    if settings.run.sample_tokens and tokenizer.is_file():
+        closing.sample = continue_text(
+            out / "checkpoints", settings.run.sample_prompt, tokens=settings.run.sample_tokens, tokenizer=tokenizer
+        )
+    write_report(out / "report.json", closing)
+    print_report(console, closing)
+    console.print(
+        f"written: {out}/metrics.jsonl, tensorboard, report.json, checkpoints", highlight=False, soft_wrap=True
+    )

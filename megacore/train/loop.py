@@ -1,0 +1,258 @@
+"""The training loop: data, step, metrics, evaluation, checkpoints. Every rank runs it; rank 0 alone writes what users
+read.
+
+State of a run = weights, optimizer, and two numbers: steps done and samples consumed. Data order, dropout and learning
+rate are pure functions of these, so that a resumed run repeats the losses of one that was never stopped, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from megacore.comm.mesh import Mesh
+from megacore.parallel.batch import MicroBatch
+from megacore.train import checkpoint
+from megacore.train.config import Settings, describe
+from megacore.train.corpus import Corpus
+from megacore.train.data.order import consumed_after
+from megacore.train.failure import StopRequest
+from megacore.train.logical import LogicalTensor
+from megacore.train.metrics import WINDOW, ProgressLine, Writers, read
+from megacore.train.optim import MixedAdamW, learning_rate
+from megacore.train.timers import Timers
+
+
+class Step(Protocol):
+    """What the loop needs of megacore.train.step.TrainStep."""
+
+    mesh: Mesh
+    optimizer: MixedAdamW
+
+    def step(self, microbatches: list[MicroBatch], valid: int, lr: float) -> Any: ...
+
+    def evaluate(self, microbatches: list[MicroBatch], valid: int) -> float: ...
+
+    def logical(self) -> dict[str, LogicalTensor]: ...
+
+    def loaded(self, steps: int) -> None: ...
+
+
+@dataclass
+class Outcome:
+    """How the loop ended."""
+
+    done: int  # steps of the whole run
+    trained: int  # steps of this process
+    tokens: int  # of this process
+    seconds: float  # spent in these steps
+    train_loss: float  # mean of the last WINDOW steps
+    valid_loss: float | None
+    stopped: bool  # by a signal, before the last step
+
+
+class Loop:
+    """`checkpoint` folder: RUN/checkpoints. Collective: every rank calls the same methods in the same order."""
+
+    def __init__(self, settings: Settings, trainer: Step, corpus: Corpus, device: torch.device, console: Console):
+        self.settings, self.trainer, self.corpus = settings, trainer, corpus
+        self.device, self.console, self.mesh = device, console, trainer.mesh
+        self.out = Path(settings.run.out)
+        self.timers = Timers()
+        self.done = 0
+        self.saved = -1  # the step of the newest checkpoint
+        self.losses: deque[float] = deque(maxlen=WINDOW)
+        self.valid: tuple[int, float] | None = None  # the newest evaluation: step, loss
+
+    @property
+    def writes(self) -> bool:
+        return self.mesh.rank == 0
+
+    # ---- checkpoints
+
+    def resume(self) -> None:
+        """Continue from the newest valid checkpoint, if there is one."""
+        checkpoint.check_shared(self.out / "checkpoints", self.mesh.world)
+        found = checkpoint.find(self.out / "checkpoints", group=self.mesh.world)
+        if found is None:
+            return
+        with self.timers.measure("checkpoint"):
+            checkpoint.load(found, self.trainer.logical(), group=self.mesh.world, model=self._model())
+            self.trainer.loaded(found.extra["optimizer_steps"])
+        self._check_resumed(found)
+        self.done = self.saved = found.step
+        if self.writes:
+            self.console.print(f"resumed from {found.path} at step {found.step}", highlight=False)
+            for line in found.skipped:
+                self.console.print(f"checkpoint skipped: {line}", highlight=False)
+
+    def _check_resumed(self, found: checkpoint.Found) -> None:
+        """What fixes the order of the data must not change within a run: samples would be repeated or left out."""
+        now = self._data()
+        for key, value in found.extra["data"].items():
+            if now.get(key) != value:
+                raise ValueError(
+                    f"{found.path}: {key}={value!r} there, {key}={now.get(key)!r} here; "
+                    "set it as it was, or start a new run with --fresh"
+                )
+
+    def _model(self) -> dict[str, Any]:
+        return {**describe(self.settings)["model"], "precision": self.settings.run.precision}
+
+    def _data(self) -> dict[str, Any]:
+        d = self.settings.data
+        return {
+            "data.global_batch": d.global_batch, "data.shuffle": d.shuffle, "run.seed": self.settings.run.seed,
+            "samples": len(self.corpus.train), "source_hash": self.corpus.source_hash,
+        }  # fmt: skip
+
+    def save(self) -> None:
+        if self.saved == self.done:
+            return
+        extra = {
+            "model": self._model(), "data": self._data(), "settings": describe(self.settings),
+            "consumed": self.consumed, "optimizer_steps": self.trainer.optimizer.steps,
+        }  # fmt: skip
+        with self.timers.measure("checkpoint"):
+            path = checkpoint.save(
+                self.out / "checkpoints", self.done, self.trainer.logical(), extra,
+                group=self.mesh.world, replicas=self.mesh.dp_cp, keep=self.settings.run.keep,
+            )  # fmt: skip
+        self.saved = self.done
+        self._note(f"step {self.done}: saved {path}")
+
+    # ---- training
+
+    @property
+    def consumed(self) -> int:
+        """Samples consumed so far."""
+        return consumed_after(self.done, self.settings.data.global_batch)
+
+    def run(self, stop: StopRequest) -> Outcome:
+        """Train up to the last step, or until the ranks agree that one was asked to stop."""
+        run, last, first = self.settings.run, self.settings.last_step, self.done
+        self.writers = Writers(self.out, first, run.tensorboard) if self.writes else None
+        if first and self.writes:
+            self._recall()
+        self.line = ProgressLine(self.console, first, last, run.log_every) if self.writes else None
+        stopped, spent = False, 0.0
+        try:
+            if self.line:
+                self.line.__enter__()
+            while self.done < last:
+                stopped = self._agree(stop.asked)
+                if stopped:
+                    break
+                spent += self._one_step()
+                if run.eval_every and self.done % run.eval_every == 0 and self.done < last:
+                    self.evaluate()
+                if run.save_every and self.done % run.save_every == 0:
+                    self.save()
+            if stopped:
+                self._note(f"step {self.done}: asked to stop; saving and leaving")
+            else:
+                self.evaluate()
+            self.save()
+        finally:
+            if self.line:
+                self.line.__exit__(None, None, None)
+            if self.writers:
+                self.writers.close()
+        trained = self.done - first
+        tokens = trained * self.settings.data.global_batch * self.settings.model.seq_length
+        mean = sum(self.losses) / len(self.losses) if self.losses else math.nan
+        return Outcome(self.done, trained, tokens, spent, mean, self.valid[1] if self.valid else None, stopped)
+
+    def _one_step(self) -> float:
+        began, s = time.perf_counter(), self.settings
+        with self.timers.measure("data"):
+            size, consumed = s.data.global_batch, self.consumed
+            batch = self.corpus.batch(consumed, size, **self._rank(s.data.micro_batch), step=self.done)
+            valid = self.corpus.counted(consumed, size)
+        rate = learning_rate(
+            self.done, peak=s.optim.lr, minimum=s.optim.min_lr, warmup=s.optim.warmup_steps, total=s.run.steps
+        )
+        result = self.trainer.step(batch, valid, rate)
+        self._account(result.seconds)
+        self.done += 1
+        self.losses.append(result.loss)
+        seconds = time.perf_counter() - began
+        if self.writes:
+            tokens = size * s.model.seq_length
+            values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": rate}
+            extra = {"tokens_per_s": tokens / seconds, "seconds": seconds, "consumed": self.consumed}
+            skipped = {"skipped": result.skipped} if result.skipped else {}
+            self.writers.write(self.done, {**values, **extra, **skipped})
+            self.line.show(self.done, values, seconds, tokens)
+            if result.skipped:
+                self._note(f"step {self.done}: skipped, {result.skipped}")
+        return seconds
+
+    def _account(self, seconds: Mapping[str, float]) -> None:
+        """What a step did not spend waiting for others it spent computing."""
+        waits = {part: spent for part, spent in seconds.items() if part != "total"}
+        self.timers.add({**waits, "compute": seconds["total"] - sum(waits.values())})
+
+    def _rank(self, micro_batch: int) -> dict[str, Any]:
+        return {
+            "dp_rank": self.mesh.dp.index, "dp_size": self.mesh.dp.size,
+            "micro_batch": micro_batch, "device": self.device,
+        }  # fmt: skip
+
+    def _agree(self, asked: bool) -> bool:
+        """True on every rank if any rank was asked to stop: a rank that left alone would leave the others waiting."""
+        if self.mesh.world.size == 1:
+            return asked
+        flag = torch.tensor([int(asked)], device=self.device)
+        with self.timers.measure("other"):
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.mesh.world.pg)
+        return bool(flag.item())
+
+    # ---- evaluation
+
+    def evaluate(self) -> None:
+        """Mean loss over the first `run.eval_steps` global batches of the validation samples: the same ones each
+        time."""
+        if self.corpus.valid is None or not self.settings.run.eval_steps or (self.valid and self.valid[0] == self.done):
+            return
+        with self.timers.measure("evaluation"):
+            self.valid = (self.done, self._mean_loss(self.corpus.held_out()))
+        if self.writes:
+            self.writers.write(self.done, {"valid_loss": self.valid[1]})
+        self._note(f"step {self.done}: validation loss {self.valid[1]:.4f}")
+
+    def _mean_loss(self, held_out: Corpus) -> float:
+        size, samples = self.settings.data.global_batch, len(held_out.train)
+        total, counted, consumed = 0.0, 0, 0
+        for _ in range(self.settings.run.eval_steps):
+            here = min(size, samples - consumed)
+            if here < self.mesh.dp.size:  # the rest of the samples is too few to give every rank one
+                break
+            valid = held_out.counted(consumed, here)
+            batch = held_out.batch(consumed, here, **self._rank(self.settings.data.micro_batch), step=self.done)
+            total += self.trainer.evaluate(batch, valid) * valid
+            counted, consumed = counted + valid, consumed + here
+        return total / counted if counted else 0.0
+
+    # ---- what users read
+
+    def _recall(self) -> None:
+        """The last losses before the checkpoint, from the metrics file: the mean in the report spans a resume."""
+        for row in read(self.out / "metrics.jsonl"):
+            if "loss" in row:
+                self.losses.append(row["loss"])
+            if "valid_loss" in row:
+                self.valid = (row["step"], row["valid_loss"])
+
+    def _note(self, text: str) -> None:
+        if self.writes and getattr(self, "line", None):
+            self.line.note(text)
