@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megacore.comm.mesh import Layout, Mesh
-from megacore.train import checkpoint
+from megacore.train import checkpoint, storage
 from megacore.train.agreement import CheckpointError
 from megacore.train.logical import LogicalTensor, describe
 from tests.train import sharded_model as sm
@@ -37,6 +37,24 @@ def shared_error(directories):
         checkpoint.check_shared(directories[mesh.rank], mesh.world, wait=0.3)
     except CheckpointError as error:
         return str(error)
+
+
+def save_error(directory, layout):
+    try:
+        save_step(directory, layout)
+    except CheckpointError as error:
+        return str(error)
+
+
+def find_error_where_one_is_blind(directory, layout, blind):
+    mesh = Mesh.build(layout)
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank == blind:
+            patch.setattr(checkpoint, "read_metadata", lambda path: storage.read_metadata(path / "elsewhere"))
+        try:
+            checkpoint.find(directory, group=mesh.world)
+        except CheckpointError as error:
+            return str(error)
 
 
 # any layout to any other
@@ -198,6 +216,18 @@ def test_a_directory_that_one_rank_cannot_write_is_refused_on_all(pool, tmp_path
         directories[at] = tmp_path / "file" / "a"
         for message in pool.run(shared_error, directories, world=2):
             assert f"is not writable: rank {at}: NotADirectoryError" in message and "\n" not in message
+
+
+def test_the_first_rank_cannot_write_the_folder(pool, tmp_path):  # MB-22 c
+    (tmp_path / "file").write_text("")
+    messages = pool.run(save_error, tmp_path / "file" / "a", TWO, world=2)
+    assert len(set(messages)) == 1 and "rank 0: NotADirectoryError" in messages[0] and "\n" not in messages[0]
+
+
+def test_one_rank_does_not_find_what_the_others_do(pool, tmp_path):  # MB-22 d
+    pool.run(save_step, tmp_path, TWO, world=2)
+    messages = pool.run(find_error_where_one_is_blind, tmp_path, TWO, 1, world=2)
+    assert len(set(messages)) == 1 and "step-00000010: rank 1: unfinished" in messages[0]
 
 
 def test_nothing_is_unpickled(tmp_path, monkeypatch):
