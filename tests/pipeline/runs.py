@@ -101,7 +101,7 @@ def thawed():
 
 class Passing(Stage):
     """Hands on, beside the layers' own: a tensor that needs a gradient and that no later stage uses, one that is a
-    strided view, and an empty one."""
+    strided view, and an empty one. (It arrives contiguous; the sum of a strided tensor has another order.)"""
 
     def forward(self, tensors, mb):
         tensors = dict(tensors)
@@ -109,7 +109,7 @@ class Passing(Stage):
         turned, _ = tensors.pop("turned", None), tensors.pop("empty", None)
         out = super().forward(tensors, mb)
         name = "hidden" if "hidden" in out else "logits"
-        x = out[name] if turned is None else out[name] + turned.sum()
+        x = out[name] if turned is None else out[name] + turned.contiguous().sum()
         extra = {"unused": x * 3, "turned": x.transpose(0, 1)[..., ::2], "empty": x[:0]} if name == "hidden" else {}
         return {**out, name: x, **extra}
 
