@@ -9,6 +9,7 @@ Sums, never means: the loss is already divided by the number of valid tokens of 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
 from time import perf_counter
@@ -60,7 +61,10 @@ class GradBuffers:
         self._shared = SharedBoxes(recs, list(trainable), mesh.tp, self.device)
         self._works: list[dist.Work] = []
         self._start_step()
-        self._hooks = [p.register_post_accumulate_grad_hook(partial(self._fold, n)) for n, p in trainable.items()]
+        me = weakref.ref(
+            self
+        )  # the collector does not see through a tensor's hooks: a strong cycle would never be freed
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(_fold, me, n)) for n, p in trainable.items()]
 
     def _start_step(self) -> None:
         self._touched: set[str] = set()  # received a gradient since zero()
@@ -112,11 +116,6 @@ class GradBuffers:
             self._grads[name].copy_(grad)
             self._touched.add(name)
 
-    def _fold(self, name: str, param: nn.Parameter) -> None:
-        self._take(name, param)
-        if name in self._expected:
-            self._mark(name)
-
     def _take(self, name: str, param: nn.Parameter) -> None:
         if param.grad is not None:
             self.add(name, param.grad)
@@ -162,3 +161,11 @@ class GradBuffers:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _fold(buffers: weakref.ref[GradBuffers], name: str, param: nn.Parameter) -> None:
+    owner = buffers()
+    if owner is not None:
+        owner._take(name, param)
+        if name in owner._expected:
+            owner._mark(name)

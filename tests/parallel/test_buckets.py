@@ -31,6 +31,8 @@ def test_buckets_cover_every_parameter_once_and_respect_the_size(bucket_bytes):
     for i, b in enumerate(layout.buckets):
         assert (b.stop - b.start) * b.dtype.itemsize <= bucket_bytes or len(b.names) == 1 or "empty" in b.names
         assert all(layout.slots[n].bucket == i and layout.slots[n].dtype == b.dtype for n in b.names)
+    complete = [list(layout.slots).index(b.names[-1]) for b in layout.buckets]
+    assert complete == sorted(complete)  # backward completes them in the order of their numbers
     for dtype, size in layout.sizes.items():
         stretches = sorted((b.start, b.stop) for b in layout.buckets if b.dtype == dtype)
         assert stretches[0][0] == 0 and stretches[-1][1] == size

@@ -1,5 +1,8 @@
 """Main gradients: against plain p.grad, closed numbers, and the sum over ranks written out."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -99,6 +102,25 @@ def test_views_and_strides_of_gradients():
     module.b.sum().backward()
     buffers.finish()
     assert torch.equal(buffers.grad("w"), upstream) and torch.equal(buffers.grad("b"), torch.ones(6, 10))
+
+
+def test_buffers_and_parameters_are_freed():
+    """One pool of workers serves many layouts: what a task leaves behind stays until the pool ends."""
+    module = chain([4, 4])
+    buffers = buffers_of(module)
+    module(torch.ones(1, 4)).sum().backward()
+    buffers.finish()
+    gone = weakref.ref(buffers), weakref.ref(module[0].weight)
+    del buffers, module
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_closed_buffers_leave_gradients_to_autograd():
+    module = chain([4, 4])
+    buffers_of(module).close()
+    module(torch.ones(1, 4)).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
 
 
 # ---- readiness ----
