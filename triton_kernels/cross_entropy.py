@@ -111,7 +111,7 @@ def backward_kernel(
     peak = tl.load(norm_ptr + row * 2, mask=live, other=0.0)
     rest = tl.load(norm_ptr + row * 2 + 1, mask=live, other=0.0)
     smoothing = tl.full([], SMOOTHING, ACC)
-    factor = 1.0 + tl.full([], 2 * Z_LOSS, ACC) * (peak + rest)
+    extra = tl.full([], 2 * Z_LOSS, ACC) * (peak + rest)
     spread = smoothing / tl.cast(vocab_size, ACC)
     local = target - vocab_start
     for at in range(0, width, COLS):
@@ -121,7 +121,9 @@ def backward_kernel(
         x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=real, other=0.0).to(ACC)
         p = tl.exp((x - peak[:, None]) - rest[:, None])
         hit = local[:, None] == column[None, :]
-        dx = factor[:, None] * p - spread - tl.where(hit, 1.0 - smoothing, 0.0)
+        dx = (p - tl.where(hit, 1.0 - smoothing, 0.0) - spread) + extra[
+            :, None
+        ] * p  # p - 1 first: it is exact near p = 1
         dx = tl.where(real, grad[:, None] * dx, 0.0)
         tl.store(dx_ptr + row[:, None] * dx_stride + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
 

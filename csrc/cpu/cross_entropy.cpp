@@ -136,12 +136,19 @@ struct Backward {
       const bool counted = target[r] != how.ignore_index;
       const int64_t real = counted ? columns : 0, hit = target[r] - vocab_start;
       const A g = grad[r * grad_stride], peak = norm[2 * r], rest = norm[2 * r + 1];
-      const A factor = A(1 + 2 * how.z_loss * (double(peak) + double(rest)));
+      const A extra = A(2 * how.z_loss * (double(peak) + double(rest)));
       for (int64_t at = 0; at < real; at += kBlock) {
         const int64_t n = real - at < kBlock ? real - at : kBlock;
         for (int64_t i = 0; i < n; ++i) v[i] = widen(row[at + i]);
-        for (int64_t i = 0; i < n; ++i) v[i] = factor * exp_of((v[i] - peak) - rest) - spread;
-        if (hit >= at && hit < at + n) v[hit - at] -= share;
+        for (int64_t i = 0; i < n; ++i) {
+          const A p = exp_of((v[i] - peak) - rest);
+          v[i] = (p - spread) + extra * p;
+        }
+        if (hit >= at &&
+            hit < at + n) {  // p - 1 first: near p = 1 that difference is exact, (1 + 2 z lse) p - 1 is not
+          const A p = exp_of((A(widen(row[hit])) - peak) - rest);
+          v[hit - at] = ((p - share) - spread) + extra * p;
+        }
         for (int64_t i = 0; i < n; ++i) out[at + i] = narrow<T>(g * v[i]);
       }
       for (int64_t i = real; i < width; ++i) out[i] = narrow<T>(A(0));
