@@ -37,7 +37,41 @@ class File:
     path: str  # from the root, with forward slashes
     text: str
 
-    @cache  # read and parsed once, not once a rule
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+    @property
+    def module(self) -> tuple[str, ...]:
+        """("megacore", "ops", "dropout"); triton_kernels counts as what it is installed as."""
+        parts = self.path.removesuffix(".py").split("/")
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        return ("megacore", *parts) if parts[0] == "triton_kernels" else tuple(parts)
+
+    @property
+    def floor(self) -> int:
+        return FLOOR.get(self.module[1], TOP) if len(self.module) > 1 else TOP
+
+    def imports(self) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """(line, absolute dotted name) of everything imported anywhere in the file."""
+        package = self.module if self.path.endswith("__init__.py") else self.module[:-1]
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, tuple(alias.name.split("."))) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else ()
+                base += tuple(node.module.split(".")) if node.module else ()
+                yield from ((node.lineno, (*base, alias.name)) for alias in node.names)
+            elif (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
+            ):
+                yield from (
+                    (node.lineno, tuple(a.value.split("."))) for a in node.args[:1] if isinstance(a, ast.Constant)
+                )
+
+
+@cache  # read and parsed once, not once a rule
 def _folder(folder: str) -> list[File]:
     return [File(p.relative_to(ROOT).as_posix(), p.read_text()) for p in sorted((ROOT / folder).rglob("*.py"))]
 

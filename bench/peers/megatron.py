@@ -73,18 +73,9 @@ def _load(model: nn.Module, state: Mapping[str, Tensor], world: int, rank: int) 
             param.copy_(full)
 
 
-def build(config: GPTConfig, state: Mapping[str, Tensor], world: int, rank: int) -> tuple[Callable, nn.Module, Tensor]:
-    """(step(ids, targets) -> loss after backward, the model, its position table). Megatron's global parallel state
-    must be free; `destroy` frees it again."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of each optional CUDA package that is not there
-        from megatron.core import parallel_state
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.models.gpt.gpt_model import GPTModel
-        from megatron.core.transformer.transformer_config import TransformerConfig
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
-    settings = TransformerConfig(
+def _settings(kind: type, config: GPTConfig, world: int) -> object:
+    """A TransformerConfig for this GPT; what Megatron only has as CUDA kernels is off."""
+    return kind(
         num_layers=config.layers,
         hidden_size=config.hidden,
         num_attention_heads=config.heads,
@@ -101,7 +92,22 @@ def build(config: GPTConfig, state: Mapping[str, Tensor], world: int, rank: int)
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
     )
-    with _on_cpu():
+
+
+def build(config: GPTConfig, state: Mapping[str, Tensor], world: int, rank: int) -> tuple[Callable, nn.Module, Tensor]:
+    """(step(ids, targets) -> loss after backward, the model, its position table). Megatron's global parallel state
+    must be free; `destroy` frees it again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of each optional CUDA package that is not there
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    with _on_cpu(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        settings = _settings(TransformerConfig, config, world)
         model = GPTModel(settings, get_gpt_layer_local_spec(), config.vocab_size, config.seq_length)
     _load(model, renamed(state, config.heads), world, rank)
 

@@ -30,12 +30,12 @@ def serial_loss(config, state, ids, targets):
     """One process, the plain model and plain torch."""
     model = gpt.GPT(config)
     model.load_state_dict(state)
-    return float(F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()))
+    return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()).item()
 
 
 def test_step_contestants_agree_with_one_process(pool):
     (config, batch), *_ = ((c, b) for c, b, _ in step.QUICK.values())
-    names = ("torch-dtensor", "megatron-core")
+    names = ("torch-dtensor",)  # megatron-core takes most of a minute to import, and is compared whenever it is timed
     (taken, peak, losses), other = pool.run(step._contest, config, batch, names, 2, world=2)
     assert set(taken) == set(losses) == {"ours", *names} and peak > 0
     assert other[2] == pytest.approx(losses)
