@@ -2,8 +2,8 @@
 // applies GELU. Backward: one pass for dpre and the bias gradient; the two GEMMs of backward are aten's own.
 //
 // The pass moves 3 elements forward (read and write pre, write y) and 3 backward (read dy and pre, write dpre).
-// Tiles are kRows x kCols whatever the number of threads, so the bias gradient has one order of sums: rows of a tile in
-// turn in the accumulation type, then tiles from the top in double.
+// Tiles are kRows x kCols whatever the number of threads, so the bias gradient has one order of sums: kFew rows in turn,
+// then the sums of a tile, both in the accumulation type, then tiles from the top in double.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/addmm.h>
@@ -21,7 +21,7 @@
 namespace megacore {
 namespace {
 
-constexpr int64_t kRows = 64, kCols = 1024;
+constexpr int64_t kRows = 64, kCols = 1024, kFew = 8;
 
 template <class T, class Form> struct Forward {  // pre += bias; y = gelu(pre)
   MEGACORE_INLINE static void run(T* pre, T* y, const T* bias, int64_t rows, int64_t cols, int64_t stride) {
@@ -38,16 +38,22 @@ template <class T, class Form> struct Forward {  // pre += bias; y = gelu(pre)
 template <class T, class Form> struct Backward {  // dpre = dy * gelu'(pre); sums[c] = sum of its rows, before rounding
   MEGACORE_INLINE static void run(const T* dy, int64_t dy_stride, const T* pre, T* dpre, acc_t<T>* sums, int64_t rows,
                                   int64_t cols, int64_t stride) {
-    acc_t<T> tile[kCols] = {};
+    using A = acc_t<T>;
+    A tile[kCols] = {}, few[kCols] = {};
     for (int64_t r = 0; r < rows; ++r) {
       const T* __restrict g = dy + r * dy_stride;
       const T* __restrict p = pre + r * stride;
       T* __restrict out = dpre + r * stride;
       for (int64_t c = 0; c < cols; ++c) {
-        const acc_t<T> d = widen(g[c]) * gelu_derivative<Form>(widen(p[c]));
+        const A d = widen(g[c]) * gelu_derivative<Form>(widen(p[c]));
         out[c] = narrow<T>(d);
-        tile[c] += d;
+        few[c] += d;
       }
+      if (r % kFew == kFew - 1 || r == rows - 1)
+        for (int64_t c = 0; c < cols; ++c) {
+          tile[c] += few[c];
+          few[c] = 0;
+        }
     }
     if (sums != nullptr) std::copy(tile, tile + cols, sums);
   }
@@ -69,10 +75,6 @@ template <class F> void with_form(const char* op, c10::string_view approximate, 
   approximate == "tanh" ? f(TanhForm{}) : f(ErfForm{});
 }
 
-// A matrix that the GEMM reads in place: unit stride along the rows. Others are copied, so that the result is bit for
-// bit that of a contiguous argument (the library orders its sums by layout).
-at::Tensor row_major(const at::Tensor& m) { return m.dim() == 2 && m.stride(1) != 1 ? m.contiguous() : m; }
-
 std::tuple<at::Tensor, at::Tensor> linear_gelu(const at::Tensor& x, const at::Tensor& weight,
                                                const std::optional<at::Tensor>& bias, c10::string_view approximate) {
   constexpr const char* op = "linear_gelu";
@@ -88,7 +90,8 @@ std::tuple<at::Tensor, at::Tensor> linear_gelu(const at::Tensor& x, const at::Te
   }
   int64_t rows = 1;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
-  const at::Tensor x2 = row_major(x.reshape({rows, k})), wt = row_major(weight).t();
+  // The library orders its sums by layout and leading dimension: copies make a view give the bits of a contiguous tensor.
+  const at::Tensor x2 = x.reshape({rows, k}).contiguous(), wt = weight.contiguous().t();
   // In 16 bits the bias enters inside the GEMM, before the one rounding of the pre-activation.
   const bool bias_in_pass = bias && x.element_size() >= 4;
   const at::Tensor pre = bias && !bias_in_pass ? at::addmm(*bias, x2, wt) : at::mm(x2, wt);
@@ -120,7 +123,8 @@ std::tuple<at::Tensor, at::Tensor> linear_gelu_dpre(const at::Tensor& dy, const 
   const int64_t n = pre.size(-1);
   int64_t rows = 1;
   for (int64_t d = 0; d + 1 < pre.dim(); ++d) rows *= pre.size(d);
-  const at::Tensor g = row_major(dy.reshape({rows, n})), p2 = pre.contiguous();
+  const at::Tensor dy2 = dy.reshape({rows, n}), p2 = pre.contiguous();
+  const at::Tensor g = dy2.stride(1) == 1 ? dy2 : dy2.contiguous();  // rows may lie anywhere, or be one row expanded
   const at::Tensor dpre = at::empty({rows, n}, pre.options());
   const at::Tensor dbias = at::empty({bias_grad ? n : 0}, pre.options());
   const int64_t down = (rows + kRows - 1) / kRows;

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+from torch import Tensor
 
 IMPLEMENTATIONS = ("cpp", "triton", "reference")
 
@@ -52,9 +53,23 @@ def use(impl: str, op: str, device: str = "cpu") -> Iterator[None]:
 
 
 def chosen(op: str, device: torch.device) -> str:
-    """The implementation that serves `op` on `device` now. A meta tensor takes the default of the CPU."""
-    kind = "cpu" if device.type == "meta" else device.type
-    return _CHOSEN.get({}).get((op, kind)) or _served(op, kind)[0]
+    """The implementation that serves `op` on `device` now. A meta tensor takes the default of the CPU.
+
+    Under torch.compile the choice is a constant of the compiled code: the one that held when it was traced.
+    """
+    return _choice(op, "cpu" if device.type == "meta" else device.type)
+
+
+@torch.compiler.assume_constant_result  # Dynamo cannot trace a ContextVar
+def _choice(op: str, device: str) -> str:
+    return _CHOSEN.get({}).get((op, device)) or _served(op, device)[0]
+
+
+def check_devices(op: str, x: Tensor, **others: Tensor | None) -> None:
+    """ValueError unless all tensors are where `x` is. The dispatcher would pick one device's kernel, or name neither."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{op}: {name} is on {tensor.device}; wanted {x.device}, where the first argument is")
 
 
 def _served(op: str, device: str) -> tuple[str, ...]:

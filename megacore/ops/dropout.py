@@ -12,7 +12,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from megacore.ops.dispatch import chosen
+from megacore.ops.dispatch import check_devices, chosen
 
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
@@ -47,6 +47,7 @@ def dropout(
     if p == 0:
         return x
     features = x.shape[-1] if features is None else features
+    check_devices("dropout", x, sample=sample, position=position)
     key = key - 2**64 if key >= 2**63 else key  # the schema's integers are signed
     serve = reference if chosen("dropout", x.device) == "reference" else torch.ops.megacore.dropout
     return serve(x, p, key, sample, position, feature_start, features, group_start)

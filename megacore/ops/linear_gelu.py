@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.ops.dispatch import chosen
+from megacore.ops.dispatch import check_devices, chosen
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
@@ -21,6 +21,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, approx
     ValueError for a shape, dtype, device or `approximate` that does not fit.
     Cost: one GEMM and one pass over [..., N] forward; two GEMMs and one pass backward.
     """
+    check_devices("linear_gelu", x, weight=weight, bias=bias)
     if chosen("linear_gelu", x.device) == "reference":
         return reference(x, weight, bias, approximate=approximate)
     return torch.ops.megacore.linear_gelu(x, weight, bias, approximate)[0]
@@ -44,26 +45,29 @@ def _(dy: Tensor, pre: Tensor, bias_grad: bool, approximate: str) -> tuple[Tenso
 
 def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     x, weight, _, ctx.approximate = inputs
-    pre = output[1]
-    ctx.mark_non_differentiable(pre)
     ctx.set_materialize_grads(False)  # or autograd would make a zero gradient of the size of pre
     need_x, need_weight = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(x if need_weight else None, weight if need_x else None, pre)
+    ctx.save_for_backward(x if need_weight else None, weight if need_x else None, output[1])
 
 
-def _backward(ctx, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return None, None, None, None
+def _backward(ctx, dy: Tensor | None, dpre_out: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, pre = ctx.saved_tensors
     need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+    dy = torch.zeros_like(pre) if dy is None else dy
     dpre, dbias = torch.ops.megacore.linear_gelu_dpre(dy, pre, need_bias, ctx.approximate)
-    rows = dpre.reshape(-1, dpre.shape[-1])
-    dx = (rows @ weight).view(*pre.shape[:-1], -1) if need_x else None
-    dweight = rows.t() @ x.reshape(-1, x.shape[-1]) if need_weight else None
+    if dpre_out is not None:  # only a caller of the raw operator can have used its second output
+        dpre = dpre + dpre_out
+        dbias = dpre.reshape(-1, pre.shape[-1]).sum(0)
+    rows = dpre.flatten(0, -2) if dpre.dim() > 1 else dpre.unsqueeze(0)
+    dx = dweight = None
+    if need_x:  # contiguous as in forward: a view gives the bits of its copy
+        dx = (rows @ weight.contiguous()).view(*pre.shape[:-1], weight.shape[1])
+    if need_weight:
+        dweight = rows.t() @ x.reshape(rows.shape[0], x.shape[-1]).contiguous()
     return dx, dweight, dbias if need_bias else None, None
 
 
-def _no_second_derivative(ctx, *_: Tensor | None) -> None:
+def _no_second_derivative(ctx, *_: Tensor | None) -> None:  # or double backward would drop a term in silence
     raise NotImplementedError("linear_gelu has no second derivative; use('reference', 'linear_gelu') has")
 
 
