@@ -14,6 +14,8 @@ cd "$(dirname "$0")/.."
 
 CPU_TORCH=2.13.0                               # what the project is tested with where there is no GPU
 CPU_INDEX=https://download.pytorch.org/whl/cpu # where torch publishes its CPU builds
+LINTERS="ruff==0.17.6 clang-format==23.1.5"    # another version formats otherwise
+PEERS="megatron-core==0.16.1"                  # reads our data files in a test; a rival in bench/step.py
 
 die() {
     printf 'setup: %s\n' "$*" >&2
@@ -82,7 +84,7 @@ install() { # VENV [PYTHON]
     echo "setup: installing the rest"
     "$python" -c 'import torch; print("torch==" + torch.__version__)' >"$venv/constraints.txt"
     requirements "$python" >"$venv/requirements.txt"
-    "$python" -m pip install --quiet -c "$venv/constraints.txt" -r "$venv/requirements.txt"
+    "$python" -m pip install --quiet -c "$venv/constraints.txt" -r "$venv/requirements.txt" $LINTERS $PEERS
 }
 
 build() { # PYTHON
