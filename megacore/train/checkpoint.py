@@ -32,7 +32,8 @@ from megacore.comm.mesh import SOLO, Group
 from megacore.train import commit
 from megacore.train.agreement import CheckpointError, blame, by_first, reason, together
 from megacore.train.logical import LoadPlanner, LogicalTensor, SavePlanner, share_out
-from megacore.train.storage import SafetensorsReader, SafetensorsWriter, dtype_of, read_metadata, verify_file
+from megacore.train.manifest import dtype_of, read_metadata
+from megacore.train.storage import SafetensorsReader, SafetensorsWriter, verify_file
 
 LOG = logging.getLogger(__name__)
 REMEDY = "give a directory on a filesystem that all hosts share"

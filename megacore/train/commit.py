@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 from uuid import uuid4
 
-from megacore.train.storage import fsync
+from megacore.train.manifest import fsync
 
 LOG = logging.getLogger(__name__)
 NAME = re.compile(r"step-(\d{8,})(\.old|\.gone|\.saving-\w+)?")

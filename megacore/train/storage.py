@@ -1,12 +1,11 @@
 """The files of one checkpoint: a storage layer for torch.distributed.checkpoint without pickle.
 
-    metadata.json             {format, version, step, extra, tensors: {name: {dtype, shape, chunks}}, files, blake2b}
+    metadata.json             what is stored (manifest.py)
     rank-00003-0.safetensors  chunks that rank 3 wrote; several files where one would pass FILE_BYTES
 
-Each chunk {offsets, sizes, file, key, blake2b} is one tensor of a safetensors file, under its name (`model/wte.weight`)
-where it is the whole tensor and `name@offsets` where it is a part. The digest of a chunk is that of its bytes; the
-digest of metadata.json is that of the rest of its content. DCP's own file reader unpickles its metadata, which runs
-whatever code a file holds; this one reads JSON and safetensors and nothing else.
+Each chunk is one tensor of a safetensors file, under its name (`model/wte.weight`) where it is the whole tensor and
+`name@offsets` where it is a part. DCP's own file reader unpickles its metadata, which runs whatever code a file holds;
+this one reads JSON and safetensors and nothing else.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from hashlib import blake2b
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,82 +34,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from megacore.train.agreement import CheckpointError, reason
+from megacore.train.manifest import FORMAT, VERSION, Stored, chunks_of, digest, dtype_of, fsync, write_metadata
 
-FORMAT, VERSION = "megacore checkpoint", 1
-METADATA = "metadata.json"
 FILE_BYTES = 512 << 20  # chunks are copied out of the model one file at a time: bounds the memory that saving needs
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a chunk lies, and the digest of its bytes."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    key: str
-    blake2b: str
-
-
-def digest(tensor: Tensor) -> str:
-    """blake2b, 16 bytes, of a CPU tensor's elements in row-major order (about 1 GB/s)."""
-    flat = tensor.contiguous().reshape(-1)
-    return blake2b(flat.view(torch.uint8).numpy() if flat.numel() else b"", digest_size=16).hexdigest()
-
-
-def fsync(path: Path) -> None:
-    """Flush a file, or the entries of a directory, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-# metadata.json
-
-
-def _seal(body: dict[str, Any]) -> str:
-    canonical = json.dumps({k: v for k, v in body.items() if k != "blake2b"}, sort_keys=True)
-    return blake2b(canonical.encode(), digest_size=16).hexdigest()
-
-
-def write_metadata(path: Path, body: dict[str, Any]) -> None:
-    """Write metadata.json with its digest, and flush it. `body` survives JSON unchanged (string keys, no tuples)."""
-    with open(path / METADATA, "w", encoding="utf-8") as file:
-        json.dump({**body, "blake2b": _seal(body)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_metadata(path: Path) -> dict[str, Any]:
-    """metadata.json of a checkpoint, checked against its digest; CheckpointError says in one line what is wrong."""
-    file = path / METADATA
-    try:
-        body = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"unfinished: {file} does not exist") from None
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {reason(error)}") from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise CheckpointError(f"wrong format: {file} does not say format={FORMAT!r}")
-    if body.get("version") != VERSION:
-        raise CheckpointError(f"wrong format: {file} has version={body.get('version')!r}, this code reads {VERSION}")
-    if body.get("blake2b") != _seal(body):
-        raise CheckpointError(f"corrupt: {file} does not match its checksum")
-    return body
-
-
-def chunks_of(body: dict[str, Any], name: str) -> list[Stored]:
-    return [Stored(**{**c, "offsets": tuple(c["offsets"]), "sizes": tuple(c["sizes"])}) for c in _chunks(body, name)]
-
-
-def _chunks(body: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    return body["tensors"][name]["chunks"]
-
-
-def dtype_of(name: str) -> torch.dtype:
-    return getattr(torch, name)
 
 
 def _planned(body: dict[str, Any]) -> Metadata:

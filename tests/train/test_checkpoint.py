@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megacore.comm.mesh import Layout, Mesh
-from megacore.train import checkpoint, storage
+from megacore.train import checkpoint, manifest
 from megacore.train.agreement import CheckpointError
 from megacore.train.logical import LogicalTensor, describe
 from tests.train import sharded_model as sm
@@ -50,7 +50,7 @@ def find_error_where_one_is_blind(directory, layout, blind):
     mesh = Mesh.build(layout)
     with pytest.MonkeyPatch.context() as patch:
         if mesh.rank == blind:
-            patch.setattr(checkpoint, "read_metadata", lambda path: storage.read_metadata(path / "elsewhere"))
+            patch.setattr(checkpoint, "read_metadata", lambda path: manifest.read_metadata(path / "elsewhere"))
         try:
             checkpoint.find(directory, group=mesh.world)
         except CheckpointError as error:

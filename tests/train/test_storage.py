@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from megacore.comm.mesh import Layout, Mesh
 from megacore.parallel.record import Box, ParamRecord
-from megacore.train import checkpoint, storage
+from megacore.train import checkpoint, manifest, storage
 from megacore.train.agreement import CheckpointError, by_first, reason, together
 from megacore.train.logical import LogicalTensor
 
@@ -96,12 +96,12 @@ def test_boxes_that_overlap_are_refused(tmp_path):
 
 
 def test_metadata_that_was_edited_does_not_match_its_checksum(tmp_path):
-    storage.write_metadata(tmp_path, {"format": storage.FORMAT, "version": storage.VERSION, "step": 1, "loss": 0.1})
-    assert storage.read_metadata(tmp_path)["loss"] == 0.1
+    manifest.write_metadata(tmp_path, {"format": manifest.FORMAT, "version": manifest.VERSION, "step": 1, "loss": 0.1})
+    assert manifest.read_metadata(tmp_path)["loss"] == 0.1
     file = tmp_path / "metadata.json"
     file.write_text(file.read_text().replace("0.1", "0.2"))
     with pytest.raises(CheckpointError, match="corrupt: .*metadata.json does not match its checksum"):
-        storage.read_metadata(tmp_path)
+        manifest.read_metadata(tmp_path)
 
 
 # one outcome for all
