@@ -12,11 +12,14 @@
 gather_from is for a tensor that every rank goes on to use in the same way (its gradient is the same everywhere);
 gather_seq is for one that each rank uses differently (the gradients are partial and must be summed). Shards along `dim`
 may be uneven: pass `sizes`, one a rank. Inputs may have any strides. A group of one is the identity.
+`group.waited[0]` adds up the seconds that this process spent in them (on NCCL the stream waits, and it is not in it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -36,16 +39,21 @@ def split_range(n: int, parts: int, index: int) -> tuple[int, int]:
     return start, start + n // parts + (index < n % parts)
 
 
+@contextmanager
+def _clocked(group: Group) -> Iterator[None]:
+    began = perf_counter()
+    yield
+    group.waited[0] += perf_counter() - began
+
+
 def all_reduce_(x: Tensor, group: Group) -> Tensor:
     """Sum over the group, in place (through a copy where x is not contiguous). Returns x."""
     if group.size == 1:
         return x
-    if x.is_contiguous():
-        dist.all_reduce(x, group=group.pg)
-        return x
-    summed = x.contiguous()
-    dist.all_reduce(summed, group=group.pg)
-    return x.copy_(summed)
+    summed = x.contiguous()  # x itself where it is contiguous
+    with _clocked(group):
+        dist.all_reduce(summed, group=group.pg)
+    return x if summed is x else x.copy_(summed)
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:
@@ -76,7 +84,8 @@ def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = 
         rows = torch.cat([rows, rows.new_zeros((max(sizes) - rows.shape[0], *rows.shape[1:]))])
     joined = rows.new_empty((group.size * max(sizes), *rows.shape[1:]))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    gather(joined, rows, group=group.pg)
+    with _clocked(group):
+        gather(joined, rows, group=group.pg)
     if len(set(sizes)) > 1:
         joined = torch.cat([part[:size] for part, size in zip(joined.split(max(sizes)), sizes, strict=True)])
     return joined.movedim(0, dim).contiguous()
@@ -94,7 +103,8 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | No
     rows = x.movedim(dim, 0).contiguous()
     mine = rows.new_empty((sizes[0], *rows.shape[1:]))
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
-    scatter(mine, rows, group=group.pg)
+    with _clocked(group):
+        scatter(mine, rows, group=group.pg)
     return mine.movedim(0, dim).contiguous()
 
 

@@ -118,6 +118,7 @@ class Group:
     ranks: tuple[int, ...] = (0,)
     index: int = 0  # this process among `ranks`
     pg: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    waited: list[float] = field(default_factory=lambda: [0.0], compare=False, repr=False)  # seconds, see collectives
 
     @property
     def size(self) -> int:

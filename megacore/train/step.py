@@ -38,7 +38,7 @@ class StepResult:
     loss: float
     grad_norm: float
     skipped: str  # why no update was made, or empty
-    seconds: dict[str, float]  # total, pipeline (waiting for stages), data_parallel (waiting for reductions)
+    seconds: dict[str, float]  # total, and of it the waits: see TrainStep._waits
 
 
 def build_stage(
@@ -108,7 +108,7 @@ class TrainStep:
     ) -> StepResult:
         """Forward, backward, reduction, clipping and AdamW. A batch without valid tokens has loss 0 and changes nothing.
         `inspect` is shown the finished gradients before they are clipped."""
-        start, waited, reduced = perf_counter(), self.executor.wait_seconds, self.buffers.wait_seconds
+        start, before = perf_counter(), self._waits()
         self.stage.train()
         self.buffers.zero()
         losses = self.executor.step(microbatches, self._loss(valid), on_last=lambda _: self.buffers.expect())
@@ -118,12 +118,16 @@ class TrainStep:
         norm, _ = global_norm(self.buffers, self.recs, self.mesh)
         info = self.optimizer.step(lr, norm, self.optim.clip, num_valid=valid)
         loss = self._over_world(losses)
-        seconds = {
-            "total": perf_counter() - start,
-            "pipeline": self.executor.wait_seconds - waited,
-            "data_parallel": self.buffers.wait_seconds - reduced,
-        }
+        seconds = {"total": perf_counter() - start} | {k: now - before[k] for k, now in self._waits().items()}
         return StepResult(loss, info.norm, info.skipped, seconds)
+
+    def _waits(self) -> dict[str, float]:
+        """Seconds that this rank has waited for others so far: tensor-parallel peers, stages, replicas."""
+        return {
+            "tensor": self.mesh.tp.waited[0],
+            "pipeline": self.executor.wait_seconds,
+            "data_parallel": self.buffers.wait_seconds,
+        }
 
     def evaluate(self, microbatches: Sequence[MicroBatch], valid: int) -> float:
         """The loss of a global batch, in eval mode and without gradients; the same on every rank."""
