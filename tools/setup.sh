@@ -62,12 +62,12 @@ install_torch() { # PYTHON
     fi
     echo "setup: installing torch"
     if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then
-        "$1" -m pip install --quiet 'torch>=2.11'
+        "$1" -m pip install -qq 'torch>=2.11'
     else
         # The plain name on the package index is a CUDA build on Linux, so ask for the CPU build by its full version first.
-        "$1" -m pip install --quiet "torch==$CPU_TORCH+cpu" 2>/dev/null ||
-            "$1" -m pip install --quiet "torch==$CPU_TORCH" --index-url "$CPU_INDEX" ||
-            "$1" -m pip install --quiet "torch==$CPU_TORCH"
+        "$1" -m pip install -qq "torch==$CPU_TORCH+cpu" 2>/dev/null ||
+            "$1" -m pip install -qq "torch==$CPU_TORCH" --index-url "$CPU_INDEX" ||
+            "$1" -m pip install -qq "torch==$CPU_TORCH"
     fi
     has_torch "$1" || die "torch did not install; install torch >= 2.11 into the environment by hand and run make again"
 }
@@ -84,7 +84,7 @@ install() { # VENV [PYTHON]
     echo "setup: installing the rest"
     "$python" -c 'import torch; print("torch==" + torch.__version__)' >"$venv/constraints.txt"
     requirements "$python" >"$venv/requirements.txt"
-    "$python" -m pip install --quiet -c "$venv/constraints.txt" -r "$venv/requirements.txt" $LINTERS $PEERS
+    "$python" -m pip install -qq -c "$venv/constraints.txt" -r "$venv/requirements.txt" $LINTERS $PEERS
 }
 
 build() { # PYTHON
@@ -94,7 +94,7 @@ build() { # PYTHON
     command -v c++ >/dev/null || die "no C++ compiler found; install one (Debian: g++)"
     echo "setup: building megacore._C"
     # PIP_BREAK_SYSTEM_PACKAGES: with VENV= the Python may be the system's; a link to this checkout is all that is added to it.
-    PIP_BREAK_SYSTEM_PACKAGES=1 "$1" -m pip install --quiet --no-index --no-build-isolation --no-deps -e .
+    PIP_BREAK_SYSTEM_PACKAGES=1 "$1" -m pip install -qq --no-index --no-build-isolation --no-deps -e .
 }
 
 cross() {
