@@ -198,8 +198,10 @@ class KeyedDropout:
     """nn.Dropout of a foreign model -> Dropout with masks that no layout changes."""
 
     def apply(self, module: nn.Module, site: Site) -> nn.Module:
+        if module.p == 0:
+            return module
         if site.streams is None:
-            raise ValueError(f"{site.name}: KeyedDropout needs parallelize(..., streams=Streams(seed))")
+            raise ValueError(f"p={module.p} needs masks that no layout changes; call parallelize(..., streams=Streams(seed)), or set p=0")
         return Dropout(module.p, site.streams, site.name)
 
 

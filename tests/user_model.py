@@ -1,0 +1,55 @@
+"""A model of a user's own, not a Transformer of ours: what `megacore verify --model tests.user_model:Tiny` imports."""
+
+import torch
+from torch import nn
+
+from megacore.parallel.plan import Column, Head, KeyedDropout, Link, Plan, Row, Vocab
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok = nn.Embedding(30, 12)
+        self.norm = nn.LayerNorm(12)
+        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12)
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(12, 30)
+
+    def body(self, x):
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+    def forward(self, ids):
+        return self.head(self.body(self.tok(ids)))
+
+
+def _links(_):
+    return [
+        Link(("tok",), lambda m, _, batch: {"x": m.tok(batch.ids)}),
+        Link(("norm", "up", "down", "drop"), lambda m, t, _: {"x": m.body(t["x"])}),
+        Link(("head",), lambda m, t, _: {"logits": m.head(t["x"])}),
+    ]
+
+
+def plan(_):
+    table = {"tok": Vocab(), "up": Column(), "down": Row(), "drop": KeyedDropout(), "head": Head()}
+    return Plan(table, vocab_size=30, chain=_links)
+
+
+class Wrong(Tiny):
+    """Adds a rank's own noise: parallel cannot equal serial."""
+
+    def body(self, x):
+        return super().body(x) * (1 + 1e-6 * self.up.weight.shape[0])
+
+
+def data_parallel_only():
+    model = Tiny()
+    model.drop = nn.Identity()
+    return model
+
+
+def hugging_face():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = dict(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=4)
+    return GPT2LMHeadModel(GPT2Config(attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, **sizes))  # its other dropouts stay on
