@@ -37,7 +37,12 @@ def differences(executor, chain, batches, mesh, objective=loss):
     for p in parameters:
         p.grad = None
     wrong = []
-    evaluated = executor.evaluate(batches, objective)
+
+    def without_graph(outputs, mb):
+        assert not torch.is_grad_enabled()
+        return objective(outputs, mb)
+
+    evaluated = executor.evaluate(batches, without_graph)
     if not same(evaluated, expected) or any(p.grad is not None for p in parameters):
         wrong.append(f"evaluate: {evaluated} for {expected}")
     losses = executor.step(batches, objective)

@@ -3,7 +3,7 @@ import torch
 
 from megacore.comm.mesh import Group
 from megacore.pipeline import SCHEDULES, Action, Executor, gpipe, simulate
-from megacore.pipeline.messages import Headers, decode, encode, header_of
+from megacore.pipeline.messages import Headers, Mailbox, Spec, decode, encode, header_of
 from tests.pipeline import runs
 from tests.pipeline.chain import MB, Stage, adders, layers, loss, microbatches, serial
 
@@ -73,6 +73,13 @@ WRITTEN = {
         "F0 F1 B0 F2 B1 W0 B2 W1 W2",
         "F0 B0 F1 B1 F2 B2 W0 W1 W2",
     ),
+    "consumed in another order than made": (
+        2,
+        1,
+        3,
+        "F0 F1 F2 B0 B1 B2",
+        "F1 F0 B0 B1 F2 B2",
+    ),
     "interleaved with some weights apart": (
         2,
         2,
@@ -89,6 +96,47 @@ def test_schedule_written_by_hand(pool, name):
     schedule = [actions(line) for line in lines]
     simulate(schedule, chunks, microbatches=m)
     assert not merged(pool.run(runs.written, schedule, stages, chunks, m, world=stages, timeout=60))
+
+
+LISTS = {name: ([actions(line) for line in lines], chunks, m) for name, (_, chunks, m, *lines) in WRITTEN.items()}
+for p, m in ((2, 5), (3, 2), (4, 6)):
+    LISTS |= {f"{n} {p} {m}": ([make(r, p, m) for r in range(p)], 1, m) for n, make in SCHEDULES.items()}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_both_ends_post_in_one_order(name, monkeypatch):
+    """Where messages of a pair match strictly as posted (NCCL), one that is posted out of turn waits for ever or takes
+    another's place. Every rank runs here alone, on messages that hold nothing, and notes what it posts."""
+    lists, chunks, m = LISTS[name]
+    p, noted = len(lists), {}
+
+    def note(mail, message, item, tensor):
+        pair = (message.kind, *sorted((message.source, message.target)))
+        if item >= 2:
+            noted.setdefault(pair, {}).setdefault(mail.groups["F"].index, []).append(message.key)
+        return Done()
+
+    monkeypatch.setattr(Mailbox, "_isend", note)
+    monkeypatch.setattr(Mailbox, "_irecv", note)
+    for rank in range(p):
+        group = Group(tuple(range(p)), rank)
+        executor = Executor([Double() for _ in range(chunks)], group, group, lambda r, p, m: lists[r])
+        known = {(s, (2, n), True): (Spec("x", "float32", (1,), True),) for s in range(p * chunks) for n in (3, 5)}
+        executor._headers.known.update(known)
+        executor.step(microbatches(m), lambda outputs, mb: outputs["x"].sum())
+    assert len(noted) == 2 * (p if chunks > 1 and p > 2 else p - 1)
+    for pair, (one, other) in ((pair, ends.values()) for pair, ends in noted.items()):
+        assert one == other, pair
+
+
+class Done:
+    def wait(self):
+        return True
+
+
+class Double:
+    def forward(self, tensors, mb):
+        return {"x": 2 * tensors.get("x", torch.ones(1, requires_grad=True))}
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
