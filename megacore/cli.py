@@ -21,13 +21,13 @@ from tyro.conf import Positional
 
 from megacore.comm.hosts import crossing, place_ranks
 from megacore.comm.mesh import ORDER, Layout
-from megacore.train import config, job
+from megacore.train import config
 from megacore.train.check import check
 from megacore.train.config import ALIASES, Settings
+from megacore.train.corpus import check_files
 from megacore.train.data.prepare import prepare
 from megacore.train.data.sources import EXCLUDE, SUFFIXES
-from megacore.train.launch import launch
-from megacore.train.sample import continue_text
+from megacore.train.launch import Place, launch
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,22 @@ def train_main(argv: Sequence[str]) -> int:
         )
         settings = settings.serial()
     check(settings, command.nproc or place.world)
-    job.check_files(settings)  # before any process is started; each rank checks again, on its own host
+    check_files(settings)  # before any process is started; each rank checks again, on its own host
     if command.nproc > 1:
         return launch(command.nproc, ["train", *_without_nproc(argv)], os.environ)
+    from megacore.train import (
+        job,  # the model, optimizer and compiler: 3 s that the launcher and topo need not wait for
+    )
+
     return job.run(settings, place, fresh=command.fresh)
 
 
-def place_of(env: Mapping[str, str]) -> job.Place:
+def place_of(env: Mapping[str, str]) -> Place:
     """What torchrun's environment says; one process where there is none."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
-        return job.Place()
+        return Place()
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-    return job.Place(rank, world, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world)))
+    return Place(rank, world, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world)))
 
 
 def _parse_train(argv: Sequence[str]) -> TrainCommand:
@@ -162,6 +166,8 @@ class SampleCommand:
 
 def sample_main(argv: Sequence[str]) -> int:
     """text from a trained model"""
+    from megacore.train.sample import continue_text
+
     command = tyro.cli(SampleCommand, args=list(argv), prog="megacore sample")
     options = {f.name: getattr(command, f.name) for f in fields(command) if f.name not in ("checkpoint", "prompt")}
     print(continue_text(command.checkpoint, command.prompt, **options))

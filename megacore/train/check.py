@@ -89,7 +89,7 @@ def _check_model(settings: Settings) -> None:
         )
     if p.tp > m.heads:
         raise ValueError(
-            f"parallel.tp={p.tp} is more than model.heads={m.heads}, and heads are whole; choose parallel.tp <= {m.heads}"
+            f"parallel.tp={p.tp} is more than model.heads={m.heads}, heads stay whole; choose parallel.tp <= {m.heads}"
         )
     links = m.layers + 2  # embedding, blocks, head: what stages are cut from
     if p.pp > links:

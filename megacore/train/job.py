@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,31 +16,15 @@ from megacore.comm.mesh import Mesh
 from megacore.train.agreement import by_first, together
 from megacore.train.assemble import family
 from megacore.train.config import Settings
-from megacore.train.corpus import Corpus, open_corpus, with_vocabulary
+from megacore.train.corpus import Corpus, check_files
 from megacore.train.failure import FailureBoard, StopRequest, guard
+from megacore.train.launch import Place
 from megacore.train.loop import Loop, Outcome
 from megacore.train.metrics import Closing, print_report, write_report
 from megacore.train.peak import gpu_peak, measure_cpu_peak
 from megacore.train.sample import continue_text
 from megacore.train.step import TrainStep
 from megacore.train.timers import PARTS
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process stands in the job."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    local_world: int = 1
-
-
-def check_files(settings: Settings) -> tuple[Settings, Corpus]:
-    """Everything that reading files can find wrong, found before anything is sent; settings with the vocabulary filled
-    in."""
-    settings = with_vocabulary(settings)
-    return settings, open_corpus(settings)
 
 
 def run(settings: Settings, place: Place, fresh: bool = False) -> int:
@@ -118,8 +101,8 @@ def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.devic
         elif mesh.rank == 0 and not outcome.stopped:
             console.print(
                 f"the run in {out} is complete at step {outcome.done}; raise run.steps, or start anew with --fresh",
-                highlight=False,
-            )
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
         _leave(mesh)
     return 0
 
@@ -150,7 +133,7 @@ def _set_aside(out: Path, mesh: Mesh, console: Console) -> None:
 
     moved = by_first(mesh.world, f"cannot move {out} aside", move)
     if moved and mesh.rank == 0:
-        console.print(f"--fresh: the earlier run is now {moved}", highlight=False)
+        console.print(f"--fresh: the earlier run is now {moved}", highlight=False, soft_wrap=True)
 
 
 def _introduce(settings: Settings, console: Console) -> None:

@@ -9,11 +9,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 # All ranks are on this host: gloo need not find a network interface, and OpenMP threads of ranks that share cores
 # fight.
 DEFAULTS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_ADDR2LINE": "1"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in the job."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
 
 
 def command(nproc: int, arguments: Sequence[str]) -> list[str]:

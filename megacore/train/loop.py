@@ -22,6 +22,7 @@ from rich.console import Console
 from megacore.comm.mesh import Mesh
 from megacore.parallel.batch import MicroBatch
 from megacore.train import checkpoint
+from megacore.train.agreement import by_first
 from megacore.train.config import Settings, describe
 from megacore.train.corpus import Corpus
 from megacore.train.data.order import consumed_after
@@ -91,9 +92,9 @@ class Loop:
         self._check_resumed(found)
         self.done = self.saved = found.step
         if self.writes:
-            self.console.print(f"resumed from {found.path} at step {found.step}", highlight=False)
+            self.console.print(f"resumed from {found.path} at step {found.step}", highlight=False, soft_wrap=True)
             for line in found.skipped:
-                self.console.print(f"checkpoint skipped: {line}", highlight=False)
+                self.console.print(f"checkpoint skipped: {line}", highlight=False, soft_wrap=True)
 
     def _check_resumed(self, found: checkpoint.Found) -> None:
         """What fixes the order of the data must not change within a run: samples would be repeated or left out."""
@@ -141,7 +142,7 @@ class Loop:
         """Train up to the last step, or until the ranks agree that one was asked to stop."""
         run, last, first = self.settings.run, self.settings.last_step, self.done
         self.writers = Writers(self.out, first, run.tensorboard) if self.writes else None
-        if first and self.writes:
+        if first:
             self._recall()
         self.line = ProgressLine(self.console, first, last, run.log_every) if self.writes else None
         stopped, spent = False, 0.0
@@ -246,12 +247,17 @@ class Loop:
     # ---- what users read
 
     def _recall(self) -> None:
-        """The last losses before the checkpoint, from the metrics file: the mean in the report spans a resume."""
-        for row in read(self.out / "metrics.jsonl"):
-            if "loss" in row:
-                self.losses.append(row["loss"])
-            if "valid_loss" in row:
-                self.valid = (row["step"], row["valid_loss"])
+        """The last losses before the checkpoint, from the metrics file: the mean in the report spans a resume. Every
+        rank is told what rank 0 read, for whether there is an evaluation at this step decides whether to evaluate."""
+
+        def recent() -> tuple[list[float], tuple[int, float] | None]:
+            rows = read(self.out / "metrics.jsonl")
+            losses = [row["loss"] for row in rows if "loss" in row]
+            valid = [(row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row]
+            return losses[-WINDOW:], valid[-1] if valid else None
+
+        losses, self.valid = by_first(self.mesh.world, "cannot read the metrics", recent)
+        self.losses.extend(losses)
 
     def _note(self, text: str) -> None:
         if self.writes and getattr(self, "line", None):

@@ -1,0 +1,117 @@
+"""Faults of one rank, planted in a job before it starts: `install(name, rank)` in each process of the job."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+
+STEP = 3  # the step in which a fault strikes, from 0
+
+
+def install(name: str, rank: int) -> None:
+    if name:
+        FAULTS[name](rank)
+
+
+def _in_batch(victim: int, act, step: int = STEP):
+    """`act(batch)` on one rank when it fetches the micro-batches of a training step."""
+
+    def plant(rank: int) -> None:
+        from megacore.train.corpus import Corpus
+
+        plain = Corpus.batch
+
+        def batch(self, consumed, size, **options):
+            found = plain(self, consumed, size, **options)
+            if rank == victim and self.valid is not None and options["step"] == step:
+                return act(found)
+            return found
+
+        Corpus.batch = batch
+
+    return plant
+
+
+def _sample_7(_):
+    raise ValueError("sample 7")
+
+
+def _end(_):
+    raise StopIteration("no more samples")
+
+
+def _die(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ask_to_stop(found):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return found
+
+
+def _bad_id(found):
+    found[0].ids[0, 0] = 10**6
+    return found
+
+
+def _cannot_write(rank: int) -> None:
+    from megacore.train import commit
+
+    def begin(directory, step):
+        raise PermissionError(13, "Permission denied", str(directory))
+
+    if rank == 0:
+        commit.begin = begin
+
+
+def _sees_no_checkpoint(rank: int) -> None:
+    from megacore.train import checkpoint
+
+    def read_metadata(path):
+        raise FileNotFoundError(2, "No such file or directory", str(path / "metadata.json"))
+
+    if rank == 3:
+        checkpoint.read_metadata = read_metadata
+
+
+def _broken_loss(rank: int) -> None:
+    from megacore.train.step import TrainStep
+
+    plain, calls = TrainStep._loss, [0]
+
+    def loss(self, valid):
+        calls[0] += 1
+        healthy = plain(self, valid)
+
+        def broken(outputs, batch):  # called on the last stage only
+            raise ZeroDivisionError("the loss function broke")
+
+        return broken if calls[0] > STEP else healthy
+
+    TrainStep._loss = loss
+
+
+def _stuck_peer(rank: int) -> None:
+    """Rank 1 fails while rank 2 computes without end and meets no collective: only the watcher can stop it."""
+
+    def hang(found):
+        while True:
+            torch.ones(10).sum()
+
+    _in_batch(1, _sample_7)(rank)
+    _in_batch(2, hang)(rank)
+
+
+FAULTS = {
+    "dataset raises": _in_batch(1, _sample_7),
+    "iterator ends early": _in_batch(2, _end),
+    "folder cannot be written": _cannot_write,
+    "checkpoint not seen": _sees_no_checkpoint,
+    "loss raises": _broken_loss,
+    "bad id": _in_batch(1, _bad_id),
+    "killed": _in_batch(1, _die, step=5),
+    "asked to stop": _in_batch(2, _ask_to_stop, step=5),
+    "stuck peer": _stuck_peer,
+}
