@@ -77,13 +77,11 @@ def reference(
     logits: Tensor, target: Tensor, vocab_start: int, vocab_size: int, group: Group,
     ignore_index: int, label_smoothing: float, z_loss: float,
 ) -> Tensor:  # fmt: skip
-    """The same in plain torch under its autograd: logits [R, W], target [R] -> loss [R]."""
+    """The same in plain torch under its autograd, in fp64 for every dtype: logits [R, W], target [R] -> loss [R]."""
     _check_targets(target, vocab_size, ignore_index)
     columns = _true_columns(logits.shape[1], vocab_start, vocab_size)
     ignored, local = target == ignore_index, target - vocab_start
-    x = (
-        logits[:, :columns].to(_acc(logits)).masked_fill(ignored.unsqueeze(1), 0.0)
-    )  # or 0 * inf would make a NaN gradient
+    x = logits[:, :columns].double().masked_fill(ignored.unsqueeze(1), 0.0)  # or 0 * inf would make a NaN gradient
     lowest = x.new_full((x.shape[0], 1), -math.inf)
     peak = torch.cat([x.detach(), lowest], 1).amax(1)
     offset = x - peak.masked_fill(peak == -math.inf, 0.0).unsqueeze(1)
@@ -103,7 +101,8 @@ def reference(
     if label_smoothing:
         mean = (below + torch.stack(columns_of).unsqueeze(1) * shift).sum(0) / vocab_size
         loss = (1 - label_smoothing) * loss + label_smoothing * (rest - mean)
-    return (loss + z_loss * (peak + rest) ** 2 if z_loss else loss).masked_fill(ignored, 0.0)
+    loss = loss + z_loss * (peak + rest) ** 2 if z_loss else loss
+    return loss.masked_fill(ignored, 0.0).to(_acc(logits))
 
 
 # ---- checks: of what can be traced here, of values inside the operator ----

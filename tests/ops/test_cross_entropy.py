@@ -69,7 +69,7 @@ def test_matches_fp64(impl, options, dtype):
     """The measure is torch in fp32 on 16-bit logits: its own 16-bit loss would allow anything."""
     for rows, vocab in [(1, 2), (3, 127), (5, 128), (2, 1025), (9, 513), (64, 50)]:
         found = []
-        for seed in range(24 if rows * vocab < 1000 else 2):
+        for seed in range(24 if rows * vocab < 1000 and impl != "triton" else 2):
             x, y, g = inputs(rows, vocab, dtype, seed)
             y[y == -100] = options.get("ignore_index", -100)
             runs = with_gradient(x, y, g, **options), plain_gradient(x.double(), y, g, **options)
@@ -373,7 +373,7 @@ def test_refusals_name_operator_argument_got_and_wanted(change, words):
 @pytest.mark.skipif("triton" in IMPLS, reason="this is the interpreter's process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton here")
 def test_in_the_interpreter():
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton"]
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-v", "-p", "no:cacheprovider", __file__, "-k", "triton"]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280
     )
