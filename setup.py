@@ -14,8 +14,9 @@ import torch
 from setuptools import find_packages, setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
-os.environ["MAX_JOBS"] = str(min(2, int(os.environ.get("MAX_JOBS", "2"))))  # a file of ATen headers takes about 1 GB to compile
-CXX = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
+# A file of ATen headers takes about 1 GB to compile: two at a time.
+os.environ["MAX_JOBS"] = str(min(2, int(os.environ.get("MAX_JOBS", "2"))))
+CXX = "-O3 -fopenmp -fno-math-errno -fno-trapping-math -fvisibility=hidden -Wall -Wno-unknown-pragmas".split()
 
 
 class Build(BuildExtension):

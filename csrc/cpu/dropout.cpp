@@ -89,7 +89,7 @@ void check(const at::Tensor& x, double p, const at::Tensor& sample, const at::Te
   MEGACORE_CHECK(feature_start >= 0 && feature_start + f <= features, op, "feature_start", feature_start,
                  "a slice of " << f << " features inside features=" << features);
   // the counter's first word holds e / 4
-  MEGACORE_CHECK(group_start + g <= (int64_t(1) << 34) / std::max<int64_t>(features, 1), op, "features", features,
+  MEGACORE_CHECK(features == 0 || group_start + g <= (int64_t(1) << 34) / features, op, "features", features,
                  "(group_start + groups) * features of at most 2^34");
 }
 

@@ -12,13 +12,13 @@ template <class A> struct Gate {
 // tanh form: s = sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3).  One formula for forward, backward and every device.
 struct TanhForm {
   template <class A> MEGACORE_INLINE static Gate<A> gate(A x) {
-    constexpr A k = A(1.5957691216057308), c = A(0.044715);
+    constexpr A k = A(1.5957691216057308), kc = A(1.5957691216057308 * 0.044715);
     const A limit = sizeof(A) == 4 ? A(11) : A(22);  // beyond it s is 0 or 1 to the last bit, and x^3 cannot overflow
     const A v = clamp(x, -limit, limit);
     const A square = v * v;
-    const A z = k * v * (A(1) + c * square), e = exp_of(z < A(0) ? z : -z), d = A(1) / (A(1) + e);
+    const A z = v * (k + kc * square), e = exp_of(z < A(0) ? z : -z), d = A(1) / (A(1) + e);
     const A less = e * d;  // the smaller of s and 1 - s, with no cancellation; their product is s'(2u)
-    return {z < A(0) ? less : d, d * less * k * (A(1) + 3 * c * square)};
+    return {z < A(0) ? less : d, d * less * (k + 3 * kc * square)};
   }
 };
 

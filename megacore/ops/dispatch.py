@@ -66,7 +66,7 @@ def _choice(op: str, device: str) -> str:
 
 
 def check_devices(op: str, x: Tensor, **others: Tensor | None) -> None:
-    """ValueError unless all tensors are where `x` is. The dispatcher would pick one device's kernel, or name neither."""
+    """ValueError unless all tensors are where `x` is: torch's dispatcher would name no argument."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{op}: {name} is on {tensor.device}; wanted {x.device}, where the first argument is")

@@ -1,4 +1,4 @@
-"""y = x * keep / (1 - p), keep drawn from coordinates: a mask depends on (key, sample, position, feature) and on nothing else.
+"""y = x * keep / (1 - p); keep is drawn from coordinates: (key, sample, position, feature) and nothing else.
 
 B batch, G groups (heads), S sequence, F features of this slice, `features` of the whole.
 The counter, the draw and the rounding are defined bit for bit at the head of csrc/cpu/dropout.cpp; `reference` restates
@@ -39,8 +39,8 @@ def dropout(
 
     x [B, S, F] or [B, G, S, F], any strides, fp32, fp64, bf16 or fp16 (scaled in fp32; fp64 for fp64).
     Element (b, g, s, f) is keyed by (key, sample[b], position[s] or position[b, s],
-    (group_start + g) * features + feature_start + f): sample int64 [B], position int64 [S] or [B, S] (taken modulo 2^32),
-    features = the size of the whole last dimension (default F). So the dropout of a slice, given the slice's own
+    (group_start + g) * features + feature_start + f): sample int64 [B], position int64 [S] or [B, S]
+    (taken modulo 2^32), features = the size of the whole last dimension (default F). So the dropout of a slice, given the slice's own
     coordinates, is the slice of the dropout. Backward redraws the mask; nothing but the coordinates is kept.
     ValueError for shapes, dtypes or ranges that do not fit. Cost: one pass over x, ten Philox rounds per four elements.
     """
@@ -57,12 +57,13 @@ def reference(
     x: Tensor, p: float, key: int, sample: Tensor, position: Tensor, feature_start: int, features: int, group_start: int
 ) -> Tensor:
     """The same bits from plain torch."""
+    _check(x, p, sample, position, feature_start, features, group_start)
     four = x if x.dim() == 4 else x.unsqueeze(1)
     b, g, s, f = four.shape
     group = torch.arange(group_start, group_start + g, device=x.device).view(1, g, 1, 1)
     feature = torch.arange(feature_start, feature_start + f, device=x.device).view(1, 1, 1, f)
     element = group * features + feature
-    where = position.reshape(-1, 1, s, 1)  # [1 or B, 1, S, 1]
+    where = position.reshape(position.shape[:-1].numel(), 1, s, 1)  # [1 or B, 1, S, 1]
     who = sample.reshape(b, 1, 1, 1)
     counter = (element // 4, where, who, who >> 32)
     words = philox([(c & _WORD).expand(b, g, s, f) for c in counter], (key & _WORD, (key >> 32) & _WORD))
@@ -71,6 +72,30 @@ def reference(
     wide = x if x.dtype == torch.float64 else x.float()
     kept = (wide * (1.0 / (1.0 - p))).to(x.dtype)
     return torch.where(draw >= int(p * 2**32), kept, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _check(
+    x: Tensor, p: float, sample: Tensor, position: Tensor, feature_start: int, features: int, group_start: int
+) -> None:
+    """What the C++ kernel checks, for the reference."""
+
+    def check(holds: bool, name: str, got: object, wanted: str) -> None:
+        if not holds:
+            raise ValueError(f"dropout: {name} is {got}; wanted {wanted}")
+
+    check(x.is_floating_point(), "x", x.dtype, "dtype Float, Double, BFloat16 or Half")
+    check(x.dim() in (3, 4), "x", list(x.shape), "[B, S, F] or [B, G, S, F]")
+    check(0 <= p < 1, "p", p, "0 <= p < 1")
+    b, s, f, g = x.shape[0], x.shape[-2], x.shape[-1], x.shape[1] if x.dim() == 4 else 1
+    right = sample.dtype == torch.int64 and sample.shape == (b,)
+    check(right, "sample", f"{list(sample.shape)} {sample.dtype}", f"[{b}] torch.int64, one per batch row of x")
+    right = position.dtype == torch.int64 and position.shape in ((s,), (b, s))
+    check(right, "position", f"{list(position.shape)} {position.dtype}", f"[{s}] or [{b}, {s}] torch.int64")
+    check(group_start >= 0, "group_start", group_start, "0 or more")
+    inside = 0 <= feature_start <= features - f
+    check(inside, "feature_start", feature_start, f"a slice of {f} features inside features={features}")
+    fits = (group_start + g) * features <= 2**34
+    check(fits, "features", features, "(group_start + groups) * features of at most 2^34")
 
 
 def philox(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:

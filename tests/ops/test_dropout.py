@@ -1,4 +1,4 @@
-"""dropout: the published Philox vectors, the same bits from C++ and from plain torch, and masks that follow coordinates."""
+"""dropout: the published Philox vectors, the same bits from C++ and plain torch, masks that follow coordinates."""
 
 import math
 
@@ -35,7 +35,7 @@ def test_philox_known_answers(counter, key, words):
 
 
 def scalar_draw(element, position, sample, key):
-    """The definition at the head of csrc/cpu/dropout.cpp in Python's unbounded integers: a third, slow, writing of it."""
+    """The definition at the head of csrc/cpu/dropout.cpp in Python's unbounded integers: a third writing."""
     m = 0xFFFFFFFF
     c, k = [element // 4 & m, position & m, sample & m, sample >> 32 & m], [key & m, key >> 32 & m]
     for _ in range(10):
@@ -119,7 +119,8 @@ def test_dropout_of_a_slice_is_the_slice_of_dropout(impl, features):
             )
             assert torch.equal(part, whole[rows, heads, span, cut])
         shuffled = torch.randperm(b)  # a sample keeps its mask wherever it lies in the batch
-        assert torch.equal(dropout(x[shuffled], 0.4, key=KEY, **(at | {"sample": at["sample"][shuffled]})), whole[shuffled])
+        moved = at | {"sample": at["sample"][shuffled]}
+        assert torch.equal(dropout(x[shuffled], 0.4, key=KEY, **moved), whole[shuffled])
 
 
 def test_positions_per_row():
@@ -159,11 +160,12 @@ def test_keep_rate_and_independence(p):
 
 
 def test_mb_14_masks_over_tensor_and_data_parallel():
-    """(a) hidden dropout of [4, 2, 64] ones: equal over tensor parallel, different over data parallel, p.grad equals y."""
+    """(a) hidden dropout of [4, 2, 64] ones: equal over tensor parallel, different over data parallel."""
     ones, position = torch.ones(2, 4, 64), torch.arange(4)  # [B, S, F]
     key = dropout_key(1234, 7, "blocks.0.mlp.dropout")
-    rank = {dp: dropout(ones, 0.5, key=key, sample=torch.arange(2 * dp, 2 * dp + 2), position=position) for dp in (0, 1)}
-    assert torch.equal(rank[0], dropout(ones, 0.5, key=key, sample=torch.arange(2), position=position))
+    samples = torch.arange(4).split(2)  # of the two data-parallel ranks
+    rank = [dropout(ones, 0.5, key=key, sample=s, position=position) for s in samples]
+    assert torch.equal(rank[0], dropout(ones, 0.5, key=key, sample=samples[0].clone(), position=position.clone()))
     assert 0.3 < (rank[0] == rank[1]).float().mean() < 0.7
 
 
@@ -211,7 +213,8 @@ def test_views_give_the_bits_of_contiguous_copies():
     row = torch.randn(10)
     assert all(map(torch.equal, both(row.expand(6, 10), row.expand(6, 10)), both(row.repeat(6, 1), row.repeat(6, 1))))
     heads = torch.randn(2, 5, 3, 8).transpose(1, 2)  # [B, S, G, F] seen as [B, G, S, F]
-    assert torch.equal(dropout(heads, 0.5, key=1, **where(2, 5)), dropout(heads.contiguous(), 0.5, key=1, **where(2, 5)))
+    want = dropout(heads.contiguous(), 0.5, key=1, **where(2, 5))
+    assert torch.equal(dropout(heads, 0.5, key=1, **where(2, 5)), want)
 
 
 def test_does_not_depend_on_the_number_of_threads():
@@ -226,7 +229,8 @@ def test_does_not_depend_on_the_number_of_threads():
 
 
 def test_key_is_stable_and_separates():
-    assert dropout_key(1234, 0, "blocks.0.mlp.dropout") == 0  # a change of this number changes every trained run
+    # a change of this number changes every run with dropout
+    assert dropout_key(1234, 0, "blocks.0.mlp.dropout") == 4226950760155678988
     keys = {dropout_key(s, t, m) for s in (0, 1, 11) for t in (0, 1, 11) for m in ("a", "b", "1", "11")}
     assert len(keys) == 36 and all(0 <= k < 2**64 for k in keys) and max(keys) >= 2**63
 
@@ -263,9 +267,9 @@ def test_compiles_once_for_all_steps():
         ({"p": 1.0}, ["p is 1", "0 <= p < 1"]),
         ({"p": -0.1}, ["p is -0.1", "0 <= p < 1"]),
         ({"x": torch.ones(4, 64)}, ["x", r"\[4, 64\]", r"\[B, S, F\]"]),
-        ({"x": torch.ones(2, 4, 64, dtype=torch.int32)}, ["x", "Int", "Float"]),
+        ({"x": torch.ones(2, 4, 64, dtype=torch.int32)}, ["x", "int", "Float"]),
         ({"sample": torch.arange(3)}, ["sample", r"\[3\]", r"\[2\]"]),
-        ({"sample": torch.zeros(2)}, ["sample", "Float", "Long"]),
+        ({"sample": torch.zeros(2)}, ["sample", "Float", "Long|int64"]),
         ({"position": torch.arange(5)}, ["position", r"\[5\]", r"\[4\] or \[2, 4\]"]),
         ({"features": 63}, ["feature_start", "64 features", "features=63"]),
         ({"feature_start": 1}, ["feature_start is 1", "features=64"]),
@@ -277,6 +281,6 @@ def test_compiles_once_for_all_steps():
 @pytest.mark.parametrize("impl", implementations("dropout", "cpu"))
 def test_refusals_name_operator_argument_got_and_wanted(impl, change, words):
     call = {"x": torch.ones(2, 4, 64), "p": 0.5, "key": 1, **where(2, 4)} | change
-    with use(impl, "dropout"), pytest.raises(ValueError, match=".*".join(["dropout", *words])) as caught:
+    with use(impl, "dropout"), pytest.raises(ValueError, match="(?i)" + ".*".join(["dropout", *words])) as caught:
         dropout(call.pop("x"), call.pop("p"), **call)
     assert "\n" not in str(caught.value)

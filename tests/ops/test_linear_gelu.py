@@ -48,7 +48,8 @@ def path(request):
 def test_matches_fp64(impl, bias, approximate, dtype, path):
     for m, k, n in M_K_N:
         found = []
-        for seed in range(200 if m * n == 1 else 24 if m * n < 5000 else 1):  # or torch's error on a handful of elements is a matter of luck
+        # several, or torch's error on a handful of elements is a matter of luck
+        for seed in range(200 if m * n == 1 else 24 if m * n < 5000 else 1):
             x, w, b, dy = inputs(m, k, n, dtype, bias, seed)
             wide = [t if t is None else t.double() for t in (x, w, b, dy)]
             with use(impl, "linear_gelu"):
@@ -129,7 +130,8 @@ def test_views_give_the_bits_of_contiguous_copies(dtype):
     def same(x_, w_, dy_, what):
         leaves = [x_.requires_grad_(), w_.requires_grad_(), b.clone().requires_grad_()]
         y = linear_gelu(*leaves)
-        for name, got, want in zip("y dx dw db".split(), [y, *torch.autograd.grad(y, leaves, dy_)], whole, strict=True):
+        found = [y, *torch.autograd.grad(y, leaves, dy_)]
+        for name, got, want in zip(["y", "dx", "dw", "db"], found, whole, strict=True):
             assert torch.equal(got, want), (what, name)
 
     for what, view in views(x).items():
@@ -141,7 +143,7 @@ def test_views_give_the_bits_of_contiguous_copies(dtype):
 
 
 def test_storage_offset():
-    """A contiguous tensor that begins off a cache line is its own .contiguous(): the library may order its sums anew."""
+    """A contiguous tensor that begins off a cache line is its own .contiguous(): MKL may sum it in another order."""
     x, w, b, dy = inputs(6, 10, 10, torch.float32)
     off = [offset_by_one(t) for t in (x, w, b, dy)]
     leaves = [t.requires_grad_() for t in off[:3]]
