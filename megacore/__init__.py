@@ -9,4 +9,12 @@ try:
 except ImportError as error:
     raise ImportError(f"megacore._C cannot be loaded ({error}); build it with `make build`") from error
 
-__all__ = ["_C", "__version__"]
+__all__ = ["_C", "__version__", "verify"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "verify":  # on demand: it stands on everything else
+        from importlib import import_module
+
+        return import_module("megacore.verify")
+    raise AttributeError(f"module 'megacore' has no attribute {name!r}")

@@ -50,11 +50,17 @@ def run_serial(subject: Subject, trial: Trial) -> Reference:
             loss = _loss(model, streams, batch)
             loss.backward()
             if step == 0:
-                gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+                gradients = {
+                    n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
+                }
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), trial.clip)))
             optimizer.step()
             losses.append(loss.item())
     return Reference(losses, norms, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
+
+
+def _gradient(param: Tensor) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad.clone()
 
 
 def _key_dropouts(model: nn.Module, plan: Plan, seed: int) -> Streams:

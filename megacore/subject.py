@@ -28,13 +28,14 @@ def _imported(path: str, what: str) -> object:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{what}={path!r} cannot be imported ({error}); check the name and run from its folder") from None
+        raise ValueError(f"{what}={path!r} cannot be imported ({error}); check the name and the folder") from None
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model: "gpt", "gpt-uneven", a GPTConfig, "package.module:factory" or a module-level function that returns a plain
-    model; and its plan: None (known for GPT and Hugging Face's GPT-2), a Plan, a path to one, or a function of the model."""
+    """A model: "gpt", "gpt-uneven", a GPTConfig, "package.module:factory" or a module-level function that returns a
+    plain model. Its plan: None (known for GPT and Hugging Face's GPT-2), a Plan, a path to one, or a function of the
+    model."""
 
     model: str | gpt.GPTConfig | Callable[[], nn.Module] = "gpt"
     plan: str | Plan | Callable[..., Plan] | None = None
@@ -68,7 +69,9 @@ def _default_plan(model: nn.Module) -> Plan:
         return hf_gpt2.plan(model)
     vocab = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if vocab is None:
-        raise ValueError(f"model {type(model).__name__} has no plan and no nn.Embedding to read the vocabulary from; give a plan")
+        raise ValueError(
+            f"model {type(model).__name__} has no plan and no nn.Embedding to read the vocabulary from; give a plan"
+        )
     return Plan({}, vocab)  # data parallelism needs no table
 
 

@@ -12,39 +12,24 @@ amplifies rounding. All layouts share one pool of worker processes.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 
-import torch
-from torch import Tensor
+from rich.console import Console
+from rich.table import Table
 
-from megacore.comm.mesh import Layout, Mesh, layouts
+from megacore.comm.mesh import Layout
+from megacore.comm.mesh import layouts as all_layouts
 from megacore.comm.workers import WorkerError, WorkerPool
-from megacore.parallel.data import GradBuffers
-from megacore.parallel.record import ParamRecord, Range
+from megacore.compare import assemble, copies_that_differ, relative, run_layout, worst
 from megacore.pipeline import SCHEDULES
 from megacore.serial import Reference, run_serial
 from megacore.subject import Subject, Trial
-from megacore.train.config import OptimSettings
-from megacore.train.step import TrainStep
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
-Piece = tuple[str, tuple[Range, ...], Tensor]  # parameter, box of the full tensor, its values
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one rank of one layout saw."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: list[Piece]
-    weights: list[Piece]
-    digests: dict[tuple[str, tuple[Range, ...]], str]  # of every box held here, counted or not
-    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,11 +75,12 @@ def verify(
     pool: WorkerPool | None = None,
     on_row: Callable[[Row], None] | None = None,
 ) -> Report:
-    """Compare every layout with the serial run; see the module's head, Subject for `model` and `plan`, Trial for the rest.
+    """Compare every layout with the serial run: see the module's head, Subject for `model` and `plan`, Trial for the
+    rest.
 
-    layouts: "all" (every tp, pp, dp whose product is at most `world`), "tp2-pp2-dp2,tp4", or Layouts. Refused layouts are
-    rows of their own. `on_row` is called as each row is known. Needs `world` processes on this host; cost: serial time plus
-    that of each layout. Raises ValueError for a layout, schedule, model or plan that cannot be read.
+    layouts: "all" (every tp, pp, dp whose product is at most `world`), "tp2-pp2-dp2,tp4", or Layouts. Refused layouts
+    are rows of their own. `on_row` is called as each row is known. Needs `world` processes on this host; cost: serial
+    time plus that of each layout. Raises ValueError for a layout, schedule, model or plan that cannot be read.
     """
     trial, subject = trial or Trial(), Subject(model, plan)
     if trial.precision not in TOLERANCE:
@@ -121,7 +107,7 @@ def verify(
 def read_layouts(text: str, world: int) -> list[Layout]:
     """ "all", or names such as tp2-pp2-dp2 with commas between; an axis that is not named is 1."""
     if text == "all":
-        return layouts(world)
+        return all_layouts(world)
     found = []
     for name in text.split(","):
         sizes = {}
@@ -132,60 +118,11 @@ def read_layouts(text: str, world: int) -> list[Layout]:
             sizes[axis] = int(digits)
         layout = Layout(**sizes)
         if layout.world > world:
-            raise ValueError(f"layouts={text!r}: {name.strip()!r} needs {layout.world} ranks, world={world}; raise world")
+            raise ValueError(
+                f"layouts={text!r}: {name.strip()!r} needs {layout.world} ranks, world={world}; raise world"
+            )
         found.append(layout)
     return found
-
-
-def run_layout(subject: Subject, trial: Trial, layout: Layout, schedule: str) -> Outcome:
-    """One rank's part, through the step function of `megacore train`; runs in a worker."""
-    mesh = Mesh.build(layout)
-    try:
-        build, plan, init = subject.resolve(trial.seed)
-        settings = OptimSettings(
-            lr=trial.lr, beta1=trial.betas[0], beta2=trial.betas[1], eps=trial.eps, weight_decay=trial.weight_decay, clip=trial.clip
-        )
-        if layout.dp > trial.global_batch:
-            raise ValueError(f"dp={layout.dp} is more than global_batch={trial.global_batch}: a rank would have no sample")
-        step = TrainStep(
-            build, plan, mesh, seed=trial.seed, precision=trial.precision, schedule=schedule, optim=settings, init=init,
-            bucket_bytes=16 << 10,  # several buckets even in a toy
-        )  # fmt: skip
-    except ValueError as error:
-        mesh.destroy()
-        return Outcome([], [], [], [], {}, refused=str(error))
-    losses, norms, gradients = [], [], []
-
-    def keep_first(buffers: GradBuffers) -> None:
-        if not gradients:
-            gradients.extend(_pieces(step.recs, {n: buffers.grad(n) for n in buffers.slots}))
-
-    for number in range(trial.steps):
-        batch = trial.batch(number, plan.vocab_size)
-        result = step.step(trial.share(batch, mesh.dp.index, mesh.dp.size), batch.valid, trial.lr, keep_first)
-        losses.append(result.loss)
-        norms.append(result.grad_norm)
-    digests = {(rec.canonical, box): digest for rec, box, digest in _digests(step)}
-    counted = mesh.dp_cp.index == 0
-    weights = _pieces(step.recs, {n: p.detach() for n, p in step.params.items()})
-    outcome = Outcome(losses, norms, gradients if counted else [], weights if counted else [], digests)
-    mesh.destroy()
-    return outcome
-
-
-def _pieces(recs: dict[str, ParamRecord], local: dict[str, Tensor]) -> list[Piece]:
-    cut = []
-    for name, tensor in local.items():
-        for box in recs[name].counted():
-            cut.append((recs[name].canonical, box.full, tensor[tuple(slice(*r) for r in box.local)].clone()))
-    return cut
-
-
-def _digests(step: TrainStep):
-    for name, param in step.params.items():
-        for box in step.recs[name].boxes:
-            values = param.detach()[tuple(slice(*r) for r in box.local)].contiguous().view(torch.uint8)
-            yield step.recs[name], box.full, hashlib.blake2b(values.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _row(pool: WorkerPool, subject: Subject, trial: Trial, layout: Layout, schedule: str, reference: Reference) -> Row:
@@ -204,61 +141,76 @@ def _row(pool: WorkerPool, subject: Subject, trial: Trial, layout: Layout, sched
         return Row(layout, schedule, "failed", where=str(error))
     grad, grad_at = worst(gradients, reference.gradients)
     weight, weight_at = worst(weights, reference.weights)
-    loss = max(_relative(o.losses, reference.losses) for o in outcomes)
-    norm = max(_relative(o.norms, reference.norms) for o in outcomes)
+    loss = max(relative(o.losses, reference.losses) for o in outcomes)
+    norm = max(relative(o.norms, reference.norms) for o in outcomes)
     bound = TOLERANCE[trial.precision]
     checks = [("loss", loss, "loss"), ("gradient of", grad, grad_at), ("gradient norm", norm, "")]
     checks += [("weight", weight, weight_at)] if trial.precision == "fp64" else []
     wrong = [f"{what} {at}".strip() + f" differs by {error:.1e}" for what, error, at in checks if not error <= bound]
-    wrong += _copies_that_differ(outcomes)
+    wrong += copies_that_differ(outcomes)
     return Row(layout, schedule, "failed" if wrong else "passed", loss, grad, norm, weight, wrong[0] if wrong else "")
 
 
-def assemble(outcomes: Sequence[Outcome], which: Callable[[Outcome], list[Piece]], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Full tensors from the pieces of all ranks. Raises ValueError unless every element came exactly once."""
-    full = {name: torch.zeros_like(t) for name, t in like.items()}
-    seen = {name: torch.zeros(t.shape, dtype=torch.int8) for name, t in like.items()}
-    for outcome in outcomes:
-        for name, box, values in which(outcome):
-            if name not in full:
-                raise ValueError(f"{name} is no parameter of the plain model")
-            at = tuple(slice(*r) for r in box)
-            full[name][at] = values
-            seen[name][at] += 1
-    for name, count in seen.items():
-        if bool((count != 1).any()):
-            raise ValueError(f"{name}: {int((count == 0).sum())} elements belong to no rank, {int((count > 1).sum())} to several")
-    return full
+@dataclass(frozen=True)
+class Settings:
+    """Run a model serially and at every layout, on the same weights and batches, and compare. Exit code 0 only if some
+    layout passed and none failed."""
+
+    model: str = "gpt"  # gpt, gpt-uneven, or package.module:factory of a plain model
+    plan: str | None = None  # package.module:name of a Plan or of a function of the model; known for GPT and HF GPT-2
+    layouts: str = "all"  # all (every tp, pp, dp of at most `world` ranks), or names: tp2-pp2-dp2,tp4
+    world: int = 8  # ranks at most
+    precision: str = "fp64"  # fp64 (bound 1e-12) or fp32 (1e-5)
+    schedule: str = "1f1b"  # pipeline schedules, with commas between: 1f1b,gpipe
+    steps: int = 3  # optimizer steps
+    global_batch: int = 16  # samples of a step
+    micro_batches: int = 4  # of a rank and step
+    seq_length: int = 16  # tokens of a sample
+    seed: int = 0  # of weights, tokens and dropout
 
 
-def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
-    """(largest error, the first parameter that has it), by the formula at the head; NaN counts as infinite."""
-    peak = max(float(t.abs().max()) for t in want.values() if t.numel())
-    largest, where = 0.0, ""
-    for name, ref in want.items():
-        if not ref.numel():
-            continue
-        scale = max(float(ref.abs().max()), 0.1 * peak) or 1.0
-        error = float((got[name] - ref).abs().max()) / scale
-        error = error if error == error else float("inf")
-        if error > largest:
-            largest, where = error, name
-    return largest, where
+def run(settings: Settings) -> int:
+    """The command: a row a layout as it is known, the table, the exit code."""
+    console = Console()
+    trial = Trial(
+        precision=settings.precision, seed=settings.seed, steps=settings.steps, global_batch=settings.global_batch,
+        micro_batches=settings.micro_batches, seq_length=settings.seq_length,
+    )  # fmt: skip
+    with console.status("serial run") if console.is_terminal else nullcontext() as status:
+
+        def on_row(row: Row) -> None:
+            if status is not None:
+                status.update(f"{row.name} {row.schedule} {row.verdict}")
+            else:
+                console.print(f"{row.name} {row.schedule}: {row.verdict}", highlight=False)
+
+        report = verify(
+            settings.model, settings.plan, settings.layouts, world=settings.world,
+            schedules=settings.schedule.split(","), trial=trial, on_row=on_row,
+        )  # fmt: skip
+    console.print(table(settings.model, report))
+    for row in report.rows:
+        if row.where:
+            console.print(
+                f"{row.name} {row.schedule} {row.verdict}: {row.where}", highlight=False, markup=False, soft_wrap=True
+            )
+    counts = ", ".join(f"{report.count(v)} {v}" for v in ("passed", "failed", "refused"))
+    console.print(f"{counts}: parallel {'equals' if report.passed else 'DOES NOT equal'} serial", highlight=False)
+    return 0 if report.passed else 1
 
 
-def _relative(got: Sequence[float], want: Sequence[float]) -> float:
-    errors = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(got, want, strict=True)]
-    return max(e if e == e else float("inf") for e in errors)
-
-
-def _copies_that_differ(outcomes: Sequence[Outcome]) -> list[str]:
-    first: dict = {}
-    for rank, outcome in enumerate(outcomes):
-        for key, digest in outcome.digests.items():
-            other, at = first.setdefault(key, (digest, rank))
-            if other != digest:
-                return [f"weight {key[0]}: ranks {at} and {rank} hold copies with different bits"]
-    return []
+def table(title: str, report: Report) -> Table:
+    """One row a layout and schedule, with its errors against the serial run."""
+    bound = f"bound {TOLERANCE[report.precision]:.0e}" + (", weights without" if report.precision == "fp32" else "")
+    made = Table(title=f"{title}, {report.precision}, {bound}")
+    for column in ("layout", "schedule", "loss", "gradients", "norm", "weights", "verdict"):
+        made.add_column(column, no_wrap=True)
+    colour = {"passed": "green", "failed": "red", "refused": "yellow"}
+    for row in report.rows:
+        errors = ["" if e is None else f"{e:.1e}" for e in (row.loss, row.grad, row.norm, row.weight)]
+        verdict = f"[{colour[row.verdict]}]{row.verdict}[/]"
+        made.add_row(row.name, row.schedule, *errors, verdict)
+    return made
 
 
 class _Callable(ModuleType):

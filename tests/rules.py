@@ -21,7 +21,7 @@ FLOORS = (
     ("models",),
     ("train", "plan"),
     ("subject",),  # what verify runs,
-    ("serial",),  # and with what it compares
+    ("serial", "compare"),  # and with what it compares
     ("verify",),
     ("cli",),
 )

@@ -7,8 +7,9 @@ import torch
 
 import megacore.verify
 from megacore.comm.mesh import Layout
+from megacore.compare import Outcome, assemble, worst
 from megacore.subject import TOY, UNEVEN, Subject, Trial
-from megacore.verify import Outcome, assemble, read_layouts, verify, worst
+from megacore.verify import read_layouts, verify
 from tests import user_model
 
 FAST = Trial(micro_batches=2, global_batch=16)
@@ -46,7 +47,9 @@ def test_untied_erf_and_grouped_heads(pool):
 
 
 def test_a_users_model_by_name(pool):
-    report = verify("tests.user_model:Tiny", "tests.user_model:plan", "tp2-pp3,tp3-dp2,pp2-dp4,tp5", trial=FAST, pool=pool)
+    report = verify(
+        "tests.user_model:Tiny", "tests.user_model:plan", "tp2-pp3,tp3-dp2,pp2-dp4,tp5", trial=FAST, pool=pool
+    )
     assert [row.verdict for row in report.rows] == ["passed"] * 4, report.rows
 
 

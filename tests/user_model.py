@@ -52,4 +52,6 @@ def hugging_face():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = dict(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=4)
-    return GPT2LMHeadModel(GPT2Config(attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, **sizes))  # its other dropouts stay on
+    return GPT2LMHeadModel(
+        GPT2Config(attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, **sizes)
+    )  # its other dropouts stay on

@@ -65,11 +65,15 @@ def _sizes(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None, full:
     if sizes is None:
         n = x.shape[dim]
         if full and n % group.size:
-            raise ValueError(f"dim {dim} of size {n} does not divide by {group.size} ranks; pass sizes=split_sizes({n}, {group.size})")
+            raise ValueError(
+                f"dim {dim} of size {n} does not divide by {group.size} ranks; pass sizes, as from split_sizes"
+            )
         return (n // group.size if full else n,) * group.size
     want = sum(sizes) if full else sizes[group.index]
     if len(sizes) != group.size or want != x.shape[dim]:
-        raise ValueError(f"sizes={tuple(sizes)} over {group.size} ranks do not fit dim {dim} of size {x.shape[dim]} (want {want})")
+        raise ValueError(
+            f"sizes={tuple(sizes)} over {group.size} ranks do not fit dim {dim} of size {x.shape[dim]} (want {want})"
+        )
     return tuple(sizes)
 
 
@@ -99,7 +103,9 @@ def _own(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Tens
 def _reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Tensor:
     sizes = _sizes(x, group, dim, sizes, full=True)
     if x.device.type == "cpu" or len(set(sizes)) > 1:
-        return _own(_summed(x, group), group, dim, sizes)  # gloo's reduce-scatter is slower than its all-reduce (kernels: 0.4-0.67 GB/s)
+        return _own(
+            _summed(x, group), group, dim, sizes
+        )  # gloo's reduce-scatter is slower than its all-reduce (kernels: 0.4-0.67 GB/s)
     rows = x.movedim(dim, 0).contiguous()
     mine = rows.new_empty((sizes[0], *rows.shape[1:]))
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13

@@ -73,7 +73,8 @@ class Layout:
         return number
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Every group of ranks that differ only along `axes`: a partition of the world, in ascending order of first member."""
+        """Every group of ranks that differ only along `axes`: a partition of the world, in ascending order of first
+        member."""
         within = [a for a in self._axes if a in axes]
         others = [a for a in self._axes if a not in axes]
         found = []
@@ -143,8 +144,10 @@ SOLO = Group()
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout seen from one rank. `pp_up` has the members of `pp` on a communicator of its own: activations travel down
-    `pp` and gradients travel up `pp_up`, so that on a backend that executes in order (NCCL) neither waits behind the other."""
+    """A layout seen from one rank. `pp_up` has the members of `pp` on a communicator of its own: activations travel
+    down
+    `pp` and gradients travel up `pp_up`, so that on a backend that executes in order (NCCL) neither waits behind the
+    other."""
 
     layout: Layout = Layout()
     rank: int = 0
@@ -207,7 +210,18 @@ class Mesh:
 
     def destroy(self) -> None:
         """Destroy the communicators that `build` created (the default group is its owner's)."""
-        groups = (self.tp, self.cp, self.dp, self.pp, self.dp_cp, self.model, self.embed, self.ep, self.expert_dp, self.pp_up)
+        groups = (
+            self.tp,
+            self.cp,
+            self.dp,
+            self.pp,
+            self.dp_cp,
+            self.model,
+            self.embed,
+            self.ep,
+            self.expert_dp,
+            self.pp_up,
+        )
         for pg in {id(g.pg): g.pg for g in groups if g.pg not in (None, dist.group.WORLD)}.values():
             dist.destroy_process_group(pg)
 

@@ -1,7 +1,8 @@
-"""A pool of worker processes that serves one distributed task after another: for `megacore verify`, tests and benchmarks.
+"""A pool of worker processes that serves one distributed task after another: for `megacore verify`, tests and
+benchmarks.
 
-A job of its own is started by torchrun; a pool saves the seconds that starting eight Pythons costs when hundreds of small
-tasks follow one another. Each task gets a default gloo group of its own, so that no state is left over.
+A job of its own is started by torchrun; a pool saves the seconds that starting eight Pythons costs when hundreds of
+small tasks follow one another. Each task gets a default gloo group of its own, so that no state is left over.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ def _serve(conn: Connection, rank: int, threads: int, port: int) -> None:
         try:
             if world > 1:
                 dist.init_process_group(
-                    "gloo", store=dist.PrefixStore(task, store), rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+                    "gloo",
+                    store=dist.PrefixStore(task, store),
+                    rank=rank,
+                    world_size=world,
+                    timeout=timedelta(seconds=timeout),
                 )
             answer = (True, fn(*args))
         except BaseException:
@@ -53,10 +58,10 @@ def _serve(conn: Connection, rank: int, threads: int, port: int) -> None:
 class WorkerPool:
     """`size` processes on this host, one thread each by default.
 
-    `run(fn, *args, world=n)` calls `fn(*args)` on ranks 0..n-1 with torch.distributed initialised (gloo) and returns the
-    results by rank. With n = 1 torch.distributed is not initialised. `fn` is a module-level function of an importable
-    module; arguments and results are pickled. Raises WorkerError with the traceback of the first rank that failed, and
-    TimeoutError; either leaves the pool restarted and usable.
+    `run(fn, *args, world=n)` calls `fn(*args)` on ranks 0..n-1 with torch.distributed initialised (gloo) and returns
+    the results by rank. With n = 1 torch.distributed is not initialised. `fn` is a module-level function of an
+    importable module; arguments and results are pickled. Raises WorkerError with the traceback of the first rank that
+    failed, and TimeoutError; either leaves the pool restarted and usable.
     """
 
     def __init__(self, size: int, threads: int = 1):
@@ -88,7 +93,9 @@ class WorkerPool:
             conn.send_bytes(payload)
         results, failures, deadline = {}, [], time.monotonic() + timeout
         while len(results) + len(failures) < world:
-            waiting = [c for c in conns if conns.index(c) not in results and conns.index(c) not in [r for r, _ in failures]]
+            waiting = [
+                c for c in conns if conns.index(c) not in results and conns.index(c) not in [r for r, _ in failures]
+            ]
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
@@ -107,7 +114,9 @@ class WorkerPool:
             rank, text = min(failures, key=lambda f: "Connection closed by peer" in f[1])  # consequences after causes
             raise WorkerError(f"rank {rank} of {world} failed in {fn.__name__}:\n{text}")
         late = [r for r in range(world) if r not in results]
-        raise TimeoutError(f"{fn.__name__} on {world} ranks did not end within {timeout} s; still running: ranks {late}")
+        raise TimeoutError(
+            f"{fn.__name__} on {world} ranks did not end within {timeout} s; still running: ranks {late}"
+        )
 
     def _receive(self, conn: Connection, rank: int) -> tuple[bool, Any]:
         try:

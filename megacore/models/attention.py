@@ -12,10 +12,13 @@ from megacore.parallel.random import Dropout, Streams
 class CausalSelfAttention(nn.Module):
     """out(softmax(q k^T / sqrt(d) + causal) v), q, k, v the rows [q | k | v] of one projection.
 
-    `heads` and `kv_heads` are those present here, so a plan that splits the projections by heads sets them to its share.
+    `heads` and `kv_heads` are those present here, so a plan that splits the projections by heads sets them to its
+    share.
     """
 
-    def __init__(self, hidden: int, heads: int, kv_heads: int | None = None, dropout: float = 0.0, streams: Streams | None = None):
+    def __init__(
+        self, hidden: int, heads: int, kv_heads: int | None = None, dropout: float = 0.0, streams: Streams | None = None
+    ):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         if hidden % heads:

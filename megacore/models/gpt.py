@@ -1,4 +1,5 @@
-"""GPT: a plain single-device decoder (learned positions, pre-norm, GeLU, tied head), and the plan that makes it parallel.
+"""GPT: a plain single-device decoder (learned positions, pre-norm, GeLU, tied head), and the plan that makes it
+parallel.
 
 B batch, S sequence, H hidden, V vocabulary. x = tok[id] + pos; for each block x += attn(norm(x)), x += mlp(norm(x));
 logits = norm(x) head^T.
@@ -12,8 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from megacore.models.attention import CausalSelfAttention, divisors
-from megacore.parallel.batch import MicroBatch
-from megacore.parallel.plan import Column, Fused, Head, HeadDropout, Link, Plan, Qkv, QueryHeads, Row, Shares, Tensors, Vocab
+from megacore.parallel.plan import (
+    Column,
+    Fused,
+    Head,
+    HeadDropout,
+    Link,
+    Plan,
+    Qkv,
+    QueryHeads,
+    Row,
+    Shares,
+    Vocab,
+)
 from megacore.parallel.random import Dropout, Streams, name_dropouts
 
 GELU = {"tanh": "tanh", "erf": "none"}  # our names of the two forms -> torch's
@@ -41,9 +53,13 @@ class GPTConfig:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} is not a positive whole number; give {field} >= 1")
         if self.hidden % self.heads:
-            raise ValueError(f"hidden={self.hidden} does not divide by heads={self.heads}; choose heads among {divisors(self.hidden)}")
+            raise ValueError(
+                f"hidden={self.hidden} does not divide by heads={self.heads}; choose one of {divisors(self.hidden)}"
+            )
         if self.heads % self.num_kv_heads:
-            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; choose one of {divisors(self.heads)}")
+            raise ValueError(
+                f"kv_heads={self.kv_heads} does not divide heads={self.heads}; choose one of {divisors(self.heads)}"
+            )
         if self.activation not in GELU:
             raise ValueError(f"activation={self.activation!r} is not a GeLU form; choose one of {sorted(GELU)}")
         if not 0 <= self.dropout < 1:
@@ -67,7 +83,9 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:  # [B, S], [S] -> [B, S, H]
         if ids.shape[1] > self.pos.num_embeddings:
-            raise ValueError(f"sequence of {ids.shape[1]} tokens is longer than seq_length={self.pos.num_embeddings}; cut it or train longer positions")
+            raise ValueError(
+                f"sequence of {ids.shape[1]} tokens is longer than seq_length={self.pos.num_embeddings}; cut it"
+            )
         return self.drop(self.tok(ids) + self.pos(positions))
 
 
@@ -119,8 +137,8 @@ class GPT(nn.Module):
 
 
 def initialise(config: GPTConfig):
-    """GPT-2's initialisation as an initialiser for materialize(): N(0, std), residual projections N(0, std / sqrt(2 L)),
-    biases 0, norms 1."""
+    """GPT-2's initialisation as an initialiser for materialize(): N(0, std), residual projections N(0, std / sqrt(2
+    L)), biases 0, norms 1."""
 
     def init(name: str, full: Tensor, generator: torch.Generator) -> None:
         if name.endswith("bias"):
@@ -152,7 +170,8 @@ def plan(config: GPTConfig, vocab_multiple: int = 1) -> Plan:
 
 
 def links(config: GPTConfig) -> list[Link]:
-    """Embedding | block 0 | ... | final norm and head. Costs in multiply-adds a token: 12 H^2 a block or so, H V the head."""
+    """Embedding | block 0 | ... | final norm and head. Costs in multiply-adds a token: 12 H^2 a block or so, H V the
+    head."""
     h, s = config.hidden, config.seq_length
     block = h * h * (2 + 2 * config.num_kv_heads / config.heads) + 2 * h * config.ffn_size + 2 * s * h
 

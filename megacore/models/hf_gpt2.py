@@ -1,7 +1,7 @@
 """The plan of Hugging Face's GPT2LMHeadModel, which stays as it is: its Conv1D layers store weights [in, out].
 
-    model = GPT2LMHeadModel(config)
-    parallelize(model, mesh, hf_gpt2.plan(model))
+model = GPT2LMHeadModel(config)
+parallelize(model, mesh, hf_gpt2.plan(model))
 """
 
 from __future__ import annotations
@@ -10,17 +10,38 @@ import torch
 from torch import Tensor, nn
 
 from megacore.parallel.batch import MicroBatch
-from megacore.parallel.plan import Column, Fused, Head, KeyedDropout, Link, Plan, Qkv, QueryHeads, Row, Shares, Style, Tensors, Vocab
+from megacore.parallel.plan import (
+    Column,
+    Fused,
+    Head,
+    KeyedDropout,
+    Link,
+    Plan,
+    Qkv,
+    QueryHeads,
+    Row,
+    Shares,
+    Style,
+    Tensors,
+    Vocab,
+)
 
-GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "none"}  # their names -> torch's forms
+GELU = {
+    "gelu_new": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+    "gelu_fast": "tanh",
+    "gelu": "none",
+}  # their names -> torch's forms
 
 
 def plan(model: nn.Module) -> Plan:
-    """Plan of a GPT2LMHeadModel, sizes from its config. Raises ValueError for what cannot be served: cross-attention, and
-    attn_pdrop > 0, which the model draws inside its attention from a generator that depends on the layout."""
+    """Plan of a GPT2LMHeadModel, sizes from its config. Raises ValueError for what cannot be served: cross-attention,
+    and attn_pdrop > 0, which the model draws inside its attention from a generator that depends on the layout."""
     config = model.config
     if config.attn_pdrop > 0:
-        raise ValueError(f"attn_pdrop={config.attn_pdrop} is drawn where no layout-independent mask can reach it; set config.attn_pdrop=0")
+        raise ValueError(
+            f"attn_pdrop={config.attn_pdrop} is drawn where no mask of ours can reach; set config.attn_pdrop=0"
+        )
     if config.add_cross_attention:
         raise ValueError("add_cross_attention=True is not served by this plan; set config.add_cross_attention=False")
     heads = config.num_attention_heads
@@ -50,7 +71,9 @@ def links(model: nn.Module) -> list[Link]:
     inner = model.config.n_inner or 4 * h
 
     def block_link(i: int) -> Link:
-        return Link((f"transformer.h.{i}",), lambda m, t, _: {"x": _block(m, i, t["x"])}, float(4 * h * h + 2 * h * inner))
+        return Link(
+            (f"transformer.h.{i}",), lambda m, t, _: {"x": _block(m, i, t["x"])}, float(4 * h * h + 2 * h * inner)
+        )
 
     def embed(m: nn.Module, _: Tensors, batch: MicroBatch) -> Tensors:
         return {"x": m.transformer.drop(m.transformer.wte(batch.ids) + m.transformer.wpe(batch.positions))}

@@ -13,8 +13,9 @@ from megacore.parallel.record import Placement, along, unit_range
 
 
 def vocab_range(vocab_size: int, parts: int, index: int, multiple: int = 1) -> tuple[int, int, int]:
-    """(first id, stop id, local rows) of a rank. multiple = 1: shards differ by at most one row, no padding. Otherwise all
-    shards have the same number of rows, a multiple of `multiple`; rows past the vocabulary are padding, at the end."""
+    """(first id, stop id, local rows) of a rank. multiple = 1: shards differ by at most one row, no padding. Otherwise
+    all shards have the same number of rows, a multiple of `multiple`; rows past the vocabulary are padding, at the
+    end."""
     if multiple == 1:
         start, stop = unit_range(vocab_size, parts, index)
         return start, stop, stop - start
@@ -24,7 +25,9 @@ def vocab_range(vocab_size: int, parts: int, index: int, multiple: int = 1) -> t
 
 def vocab_pieces(vocab_size: int, group: Group, multiple: int = 1) -> tuple[Pieces, ...]:
     if group.size > vocab_size:
-        raise ValueError(f"tp={group.size} is more than vocab_size={vocab_size}: a rank would have no row; choose tp <= {vocab_size}")
+        raise ValueError(
+            f"tp={group.size} is more than vocab_size={vocab_size}: a rank would have no row; choose tp <= {vocab_size}"
+        )
     pieces = []
     for i in range(group.size):
         start, stop, _ = vocab_range(vocab_size, group.size, i, multiple)
@@ -35,8 +38,8 @@ def vocab_pieces(vocab_size: int, group: Group, multiple: int = 1) -> tuple[Piec
 class VocabParallelEmbedding(Sharded):
     """y[...] = table[id]: each rank looks up the ids of its own rows, zero for the others, summed over ranks.
 
-    Ids outside [0, V) are an error at every t. Rows past V (see vocab_range) are padding and get zero gradient, and so does
-    padding_idx. Cost: one all-reduce of y [T, H] in forward.
+    Ids outside [0, V) are an error at every t. Rows past V (see vocab_range) are padding and get zero gradient, and so
+    does padding_idx. Cost: one all-reduce of y [T, H] in forward.
     """
 
     def __init__(
@@ -82,14 +85,16 @@ class VocabParallelEmbedding(Sharded):
         elif not bool(inside.all()):
             bad = int(ids[~inside][0])
             raise ValueError(
-                f"embedding: token id {bad} is outside the vocabulary [0, {self.num_embeddings}); check the tokenizer and vocab_size"
+                f"embedding: token id {bad} is outside the vocabulary [0, {self.num_embeddings}); check the tokenizer"
             )
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, group: Group, multiple: int = 1) -> VocabParallelEmbedding:
         """This rank's rows of a plain nn.Embedding; a meta table gives a meta table."""
         if embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq:
-            raise ValueError("embedding with max_norm, sparse or scale_grad_by_freq cannot be split by vocabulary; unset them")
+            raise ValueError(
+                "embedding with max_norm, sparse or scale_grad_by_freq cannot be split by vocabulary; unset them"
+            )
         made = cls(
             embedding.num_embeddings,
             embedding.embedding_dim,

@@ -74,9 +74,10 @@ class ColumnParallelLinear(Sharded):
     """y[..., n] = act(sum_k x[..., k] W[n, k] + b[n]) for the columns n of this rank.
 
     activation: None, "tanh" or "none" (erf): fused GeLU. gather_output: y of all ranks, joined. skip_bias_add: return
-    (y without bias, bias). pieces: what each rank holds of N (default: even). padded: local rows, where more than the true
-    ones (a padded vocabulary). transposed: the weight is stored [K, N], as in Hugging Face's Conv1D. sequence_parallel: x is
-    split along sequence_dim, and gathered here. Cost a rank: 2 T K N/t FLOP, one all-reduce of dx [T, K] in backward.
+    (y without bias, bias). pieces: what each rank holds of N (default: even). padded: local rows, where more than the
+    true ones (a padded vocabulary). transposed: the weight is stored [K, N], as in Hugging Face's Conv1D.
+    sequence_parallel: x is split along sequence_dim, and gathered here. Cost a rank: 2 T K N/t FLOP, one all-reduce of
+    dx [T, K] in backward.
     """
 
     def __init__(
@@ -99,14 +100,18 @@ class ColumnParallelLinear(Sharded):
     ):
         super().__init__()
         if skip_bias_add and (gather_output or activation):
-            raise ValueError("skip_bias_add=True leaves the bias to the caller, before any activation or gather; drop one of them")
+            raise ValueError(
+                "skip_bias_add=True leaves the bias to the caller, before any activation or gather; drop one of them"
+            )
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.gather_output, self.skip_bias_add, self.activation = gather_output, skip_bias_add, activation
         self.transposed, self.sequence_parallel, self.sequence_dim = transposed, sequence_parallel, sequence_dim
         self.pieces = tuple(pieces) if pieces is not None else even_pieces(out_features, group)
         self.local = padded or _width(self.pieces[group.index])
         if self.local == 0:
-            raise ValueError(f"tp={group.size} is more than out_features={out_features}: a rank would have no column; choose tp <= {out_features}")
+            raise ValueError(
+                f"tp={group.size} is more than out_features={out_features}: some rank has none; choose a smaller tp"
+            )
         shape = (in_features, self.local) if transposed else (self.local, in_features)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(self.local, device=device, dtype=dtype)) if bias else None
@@ -137,7 +142,11 @@ class ColumnParallelLinear(Sharded):
         return None if order == list(range(at)) else order
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:  # [..., K] -> [..., N/t]
-        enter = (lambda v: gather_seq(v, self.group, self.sequence_dim)) if self.sequence_parallel else (lambda v: copy_to(v, self.group))
+        enter = (
+            (lambda v: gather_seq(v, self.group, self.sequence_dim))
+            if self.sequence_parallel
+            else (lambda v: copy_to(v, self.group))
+        )
         x = enter(x)
         weight = self.weight.t() if self.transposed else self.weight
         if self.skip_bias_add:
@@ -154,7 +163,8 @@ class ColumnParallelLinear(Sharded):
 
     @classmethod
     def from_linear(cls, linear: nn.Module, group: Group, **options) -> ColumnParallelLinear:
-        """This rank's columns of a plain nn.Linear (or Conv1D with transposed=True); a meta layer gives a meta layer."""
+        """This rank's columns of a plain nn.Linear (or Conv1D with transposed=True); a meta layer gives a meta
+        layer."""
         n, k = linear.weight.shape[::-1] if options.get("transposed") else linear.weight.shape
         made = cls(k, n, linear.bias is not None, group=group, device="meta", dtype=linear.weight.dtype, **options)
         made._adopt(linear)
@@ -167,9 +177,9 @@ class ColumnParallelLinear(Sharded):
 class RowParallelLinear(Sharded):
     """y[..., n] = sum over ranks of sum_k x[..., k] W[n, k], + b[n] once, for the inputs k of each rank.
 
-    input_is_parallel: x holds this rank's K/t inputs (default); otherwise it is cut here. sequence_parallel: y is left split
-    along sequence_dim. Cost a rank: 2 T K/t N FLOP, one all-reduce of y [T, N] in forward. The bias is added after the
-    sum, so its gradient is whole on every rank.
+    input_is_parallel: x holds this rank's K/t inputs (default); otherwise it is cut here. sequence_parallel: y is left
+    split along sequence_dim. Cost a rank: 2 T K/t N FLOP, one all-reduce of y [T, N] in forward. The bias is added
+    after the sum, so its gradient is whole on every rank.
     """
 
     def __init__(
@@ -195,7 +205,9 @@ class RowParallelLinear(Sharded):
         self.pieces = tuple(pieces) if pieces is not None else even_pieces(in_features, group)
         self.local = _width(self.pieces[group.index])
         if self.local == 0:
-            raise ValueError(f"tp={group.size} is more than in_features={in_features}: a rank would have no row; choose tp <= {in_features}")
+            raise ValueError(
+                f"tp={group.size} is more than in_features={in_features}: some rank has none; choose a smaller tp"
+            )
         shape = (self.local, out_features) if transposed else (out_features, self.local)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
@@ -207,14 +219,20 @@ class RowParallelLinear(Sharded):
         found = {"weight": Placement(shape, along(shape, 1 - int(self.transposed), self.pieces[self.group.index]))}
         if self.bias is not None:
             first = self.group.index == 0
-            found["bias"] = Placement((self.out_features,), whole((self.out_features,), first), shared=self.sequence_parallel)
+            found["bias"] = Placement(
+                (self.out_features,), whole((self.out_features,), first), shared=self.sequence_parallel
+            )
         return found
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:  # [..., K/t] -> [..., N]
         if not self.input_is_parallel:
             x = scatter_to(x, self.group, -1, [_width(p) for p in self.pieces])
         y = F.linear(x, self.weight.t() if self.transposed else self.weight)
-        y = reduce_scatter_seq(y, self.group, self.sequence_dim) if self.sequence_parallel else reduce_from(y, self.group)
+        y = (
+            reduce_scatter_seq(y, self.group, self.sequence_dim)
+            if self.sequence_parallel
+            else reduce_from(y, self.group)
+        )
         if self.skip_bias_add:
             return y, self.bias
         return y if self.bias is None else y + self.bias

@@ -23,8 +23,9 @@ def vocab_parallel_cross_entropy(
     reduction: str = "none",
     inplace_backward: bool = False,
 ) -> Tensor:
-    """Cross-entropy of logits [..., V/t] whose columns are this rank's share of the vocabulary, as VocabParallelEmbedding
-    and a vocabulary-parallel head lay it out (`multiple` as there). See megacore.ops.cross_entropy for the formula."""
+    """Cross-entropy of logits [..., V/t] whose columns are this rank's share of the vocabulary, as
+    VocabParallelEmbedding and a vocabulary-parallel head lay it out (`multiple` as there). See
+    megacore.ops.cross_entropy for the formula."""
     start, _, _ = vocab_range(vocab_size, group.size, group.index, multiple)
     return cross_entropy(
         logits,

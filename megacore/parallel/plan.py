@@ -50,7 +50,8 @@ class Style(Protocol):
 
 @dataclass(frozen=True)
 class Column:
-    """nn.Linear -> ColumnParallelLinear; `units` indivisible units (heads); `activation` fuses the GeLU that follows."""
+    """nn.Linear -> ColumnParallelLinear; `units` indivisible units (heads); `activation` fuses the GeLU that
+    follows."""
 
     gather_output: bool = False
     activation: str | None = None
@@ -63,13 +64,19 @@ class Column:
             size = module.weight.shape[int(self.transposed)]
             options["pieces"] = even_pieces(size, site.group, self.units)
         return ColumnParallelLinear.from_linear(
-            module, site.group, gather_output=self.gather_output, activation=self.activation, transposed=self.transposed, **options
+            module,
+            site.group,
+            gather_output=self.gather_output,
+            activation=self.activation,
+            transposed=self.transposed,
+            **options,
         )
 
 
 @dataclass(frozen=True)
 class Qkv:
-    """One nn.Linear with rows [q | k | v] -> column-parallel by heads; KV heads are replicated where ranks outnumber them."""
+    """One nn.Linear with rows [q | k | v] -> column-parallel by heads; KV heads are replicated where ranks outnumber
+    them."""
 
     heads: int
     kv_heads: int
@@ -165,8 +172,9 @@ class Head:
 
 @dataclass(frozen=True)
 class Shares:
-    """Set integer attributes of a module to this rank's share of heads: Shares(heads, kv_heads, attributes={"num_heads":
-    ("q", 1), "split_size": ("q", 64)}) sets num_heads to the local query heads and split_size to 64 times as many."""
+    """Set integer attributes of a module to this rank's share of heads: Shares(heads, kv_heads,
+    attributes={"num_heads": ("q", 1), "split_size": ("q", 64)}) sets num_heads to the local query heads and split_size
+    to 64 times as many."""
 
     heads: int
     kv_heads: int
@@ -201,7 +209,9 @@ class KeyedDropout:
         if module.p == 0:
             return module
         if site.streams is None:
-            raise ValueError(f"p={module.p} needs masks that no layout changes; call parallelize(..., streams=Streams(seed)), or set p=0")
+            raise ValueError(
+                f"p={module.p} needs masks that no layout changes; give parallelize streams=Streams(seed), or set p=0"
+            )
         return Dropout(module.p, site.streams, site.name)
 
 
@@ -227,7 +237,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Plan:
-    """The table, the chain of links (None: no pipeline), and the vocabulary. The last link returns {"logits": [B, S, V/t]}."""
+    """The table, the chain of links (None: no pipeline), and the vocabulary. The last link returns {"logits": [B, S,
+    V/t]}."""
 
     table: Mapping[str, Style]
     vocab_size: int
@@ -251,7 +262,9 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, streams: Streams | Non
     for pattern, style in plan.table.items():
         found = _matches(pattern, names)
         if not found:
-            raise ValueError(f"plan row {pattern!r} matches no module of {type(model).__name__}; see model.named_modules()")
+            raise ValueError(
+                f"plan row {pattern!r} matches no module of {type(model).__name__}; see model.named_modules()"
+            )
         for name in found:
             old = model.get_submodule(name)
             try:

@@ -24,8 +24,8 @@ def parameter_generator(seed: int, name: str) -> torch.Generator:
 
 
 class Streams:
-    """The seed, and the micro-batch that is being computed. The modules of one model share one of these; whoever runs the
-    model says which micro-batch it is: `with streams.at(batch): model(batch.ids)`."""
+    """The seed, and the micro-batch that is being computed. The modules of one model share one of these; whoever runs
+    the model says which micro-batch it is: `with streams.at(batch): model(batch.ids)`."""
 
     def __init__(self, seed: int = 0):
         self.seed = seed
@@ -43,8 +43,8 @@ class Streams:
 class Dropout(nn.Module):
     """y = x * keep / (1 - p) in training, with the mask that (seed, step, name, sample, position, feature) decides.
 
-    x is [B, S, F], or [B, G, S, F] for attention probabilities of G heads. Where the heads are split, `group_start` is the
-    first head of this rank. Nothing is drawn, and x is returned, in eval mode or at p = 0.
+    x is [B, S, F], or [B, G, S, F] for attention probabilities of G heads. Where the heads are split, `group_start` is
+    the first head of this rank. Nothing is drawn, and x is returned, in eval mode or at p = 0.
     """
 
     def __init__(self, p: float, streams: Streams, name: str = "", group_start: int = 0):
@@ -58,7 +58,9 @@ class Dropout(nn.Module):
             return x
         batch = self.streams.batch
         if batch is None:
-            raise ValueError(f"dropout {self.name!r} in training has no micro-batch; run the model inside `with streams.at(batch):`")
+            raise ValueError(
+                f"dropout {self.name!r} in training has no micro-batch; run the model inside `with streams.at(batch):`"
+            )
         key = dropout_key(self.streams.seed, batch.step, self.name)
         return dropout(x, self.p, key=key, sample=batch.samples, position=batch.positions, group_start=self.group_start)
 

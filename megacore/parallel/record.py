@@ -1,7 +1,7 @@
 """One record a parameter: what it is in the plain model, and where its pieces lie on this rank.
 
-Initialisation, gradient buckets, the norm, checkpoints, verification and Hugging Face import read this record and nothing
-else. Records are derived from the module tree (`records`): a module that splits its parameters says how in
+Initialisation, gradient buckets, the norm, checkpoints, verification and Hugging Face import read this record and
+nothing else. Records are derived from the module tree (`records`): a module that splits its parameters says how in
 `placements()`, every other parameter is whole on each rank of the tensor-parallel group. All parameters are replicated
 over dp and cp.
 """
@@ -17,7 +17,9 @@ from megacore.comm.collectives import split_range
 from megacore.comm.mesh import Mesh
 
 Range = tuple[int, int]
-TIES = "_megacore_ties"  # attribute of a module: {its parameter: (full name of the first copy, this stage has the first)}
+TIES = (
+    "_megacore_ties"  # attribute of a module: {its parameter: (full name of the first copy, this stage has the first)}
+)
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ def whole(shape: Sequence[int], first: bool) -> tuple[Box, ...]:
 
 
 def along(shape: Sequence[int], dim: int, pieces: Sequence[tuple[Range, bool]]) -> tuple[Box, ...]:
-    """Boxes of a tensor split along one dimension: `pieces` are ranges of the full dimension, which lie one after another
-    in the local tensor, each with whether this rank is its first holder."""
+    """Boxes of a tensor split along one dimension: `pieces` are ranges of the full dimension, which lie one after
+    another in the local tensor, each with whether this rank is its first holder."""
     boxes, at = [], 0
     for (start, stop), first in pieces:
         if stop == start:
@@ -129,7 +131,7 @@ def head_pieces(heads: int, kv_heads: int, parts: int, index: int) -> tuple[Rang
     begin, end = split_range(parts, kv_heads, kv)
     if end - begin > group:
         raise ValueError(
-            f"tp={parts} gives KV head {kv} of {kv_heads} to {end - begin} ranks, more than its {group} query heads; choose tp <= {kv_heads * group}"
+            f"tp={parts} gives KV head {kv} to {end - begin} ranks, more than its {group} query heads; choose a smaller tp"
         )
     start, stop = split_range(group, end - begin, index - begin)
     return (kv * group + start, kv * group + stop), (kv, kv + 1), index == begin

@@ -13,8 +13,8 @@ from megacore.parallel.record import TIES
 
 
 class Stage(nn.Module):
-    """`forward({}, batch)` on the first stage, `forward(tensors of the stage before, batch)` on the others; the last one
-    returns {"logits": [B, S, V/t]}. The modules of other stages are gone from `model`."""
+    """`forward({}, batch)` on the first stage, `forward(tensors of the stage before, batch)` on the others; the last
+    one returns {"logits": [B, S, V/t]}. The modules of other stages are gone from `model`."""
 
     def __init__(self, model: nn.Module, links: Sequence[Link], streams: Streams | None):
         super().__init__()
@@ -44,7 +44,9 @@ def chain_of(model: nn.Module, plan: Plan) -> list[Link]:
     return [Link(("",), run)]
 
 
-def cut(model: nn.Module, links: Sequence[Link], keep: Sequence[range], index: int, streams: Streams | None = None) -> Stage:
+def cut(
+    model: nn.Module, links: Sequence[Link], keep: Sequence[range], index: int, streams: Streams | None = None
+) -> Stage:
     """Stage `index` of those that hold the links `keep[0]`, `keep[1]`, ...; changes `model` in place.
 
     Parameters tied across stages are marked for records(); they must sit on the first and the last stage, where the
@@ -79,7 +81,9 @@ def _mark(
     model: nn.Module, first: str, others: list[str], stage_of: dict[str, int], stages: list[int], count: int, index: int
 ) -> None:
     if stages != [0, count - 1]:
-        raise ValueError(f"{first} is tied across stages {stages}; tied parameters may sit on the first and the last stage only")
+        raise ValueError(
+            f"{first} is tied across stages {stages}; tied parameters may sit on the first and the last stage only"
+        )
     for name in (first, *others):
         if stage_of[name] == index:
             owner, _, leaf = name.rpartition(".")

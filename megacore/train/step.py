@@ -42,10 +42,17 @@ class StepResult:
 
 
 def build_stage(
-    build: Callable[[], nn.Module], plan: Plan, mesh: Mesh, *, seed: int, init: Init | None, dtype: torch.dtype, device: torch.device | str
+    build: Callable[[], nn.Module],
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    seed: int,
+    init: Init | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> Stage:
-    """This rank's stage, with its weights. `build` makes the plain model: on the meta device whenever `init` is given, so
-    that no rank ever holds it whole; otherwise with weights, the same on every rank. Raises ValueError, before any
+    """This rank's stage, with its weights. `build` makes the plain model: on the meta device whenever `init` is given,
+    so that no rank ever holds it whole; otherwise with weights, the same on every rank. Raises ValueError, before any
     communication, for a layout that the model or its plan cannot serve."""
     if mesh.tp.size > 1 and not plan.table:
         raise ValueError(f"tp={mesh.tp.size} needs a plan table for this model; give a plan, or tp=1")
@@ -106,7 +113,8 @@ class TrainStep:
         lr: float,
         inspect: Callable[[GradBuffers], None] | None = None,
     ) -> StepResult:
-        """Forward, backward, reduction, clipping and AdamW. A batch without valid tokens has loss 0 and changes nothing.
+        """Forward, backward, reduction, clipping and AdamW. A batch without valid tokens has loss 0 and changes
+        nothing.
         `inspect` is shown the finished gradients before they are clipped."""
         start, before = perf_counter(), self._waits()
         self.stage.train()
@@ -147,12 +155,15 @@ class TrainStep:
                 reduction="sum",
                 inplace_backward=True,
             )
-            return total / max(valid, 1)  # of the whole global batch: a mean of means weighs short micro-batches too much
+            return total / max(
+                valid, 1
+            )  # of the whole global batch: a mean of means weighs short micro-batches too much
 
         return loss
 
     def _over_world(self, losses: Sequence[Tensor]) -> float:
-        """Sum of the micro-batches' losses over data-parallel ranks, told to every rank; tp ranks hold the same bits."""
+        """Sum of the micro-batches' losses over data-parallel ranks, told to every rank; tp ranks hold the same
+        bits."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if losses and self.mesh.tp.index == 0:
             total += torch.stack([value.double() for value in losses]).sum()

@@ -1,4 +1,5 @@
-"""Autograd collectives against plain torch on the joined tensors; MB-23: inputs and upstream gradients that are views."""
+"""Autograd collectives against plain torch on the joined tensors; MB-23: inputs and upstream gradients that are
+views."""
 
 import pytest
 import torch
@@ -138,7 +139,9 @@ def bad_sizes():
 
 def test_sizes_that_do_not_fit_are_refused(pool):
     for messages in pool.run(bad_sizes, world=2):
-        assert len(messages) == 3 and "does not divide by 2 ranks" in messages[0] and all("\n" not in m for m in messages)
+        assert (
+            len(messages) == 3 and "does not divide by 2 ranks" in messages[0] and all("\n" not in m for m in messages)
+        )
 
 
 def test_a_group_of_one_is_the_identity():

@@ -27,9 +27,9 @@ def hf(config):
 
 
 NAMES = {
-    "transformer.wte.": "embed.tok.", "transformer.wpe.": "embed.pos.", "transformer.h.": "blocks.", ".ln_1.": ".norm1.",
-    ".ln_2.": ".norm2.", ".attn.c_attn.": ".attn.qkv.", ".attn.c_proj.": ".attn.out.", ".mlp.c_fc.": ".mlp.fc1.",
-    ".mlp.c_proj.": ".mlp.fc2.", "transformer.ln_f.": "norm.", "lm_head.": "head.",
+    "transformer.wte.": "embed.tok.", "transformer.wpe.": "embed.pos.", "transformer.h.": "blocks.",
+    ".ln_1.": ".norm1.", ".ln_2.": ".norm2.", ".attn.c_attn.": ".attn.qkv.", ".attn.c_proj.": ".attn.out.",
+    ".mlp.c_fc.": ".mlp.fc1.", ".mlp.c_proj.": ".mlp.fc2.", "transformer.ln_f.": "norm.", "lm_head.": "head.",
 }  # fmt: skip
 
 

@@ -15,8 +15,12 @@ from megacore.parallel.stage import chain_of, cut
 
 def hf(attention="sdpa", act="gelu_new", **change):
     torch.manual_seed(7)
-    settings = dict(vocab_size=50, n_positions=16, n_embd=24, n_layer=3, n_head=6, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
-    model = GPT2LMHeadModel(GPT2Config(activation_function=act, attn_implementation=attention, **settings | change)).double()
+    settings = dict(
+        vocab_size=50, n_positions=16, n_embd=24, n_layer=3, n_head=6, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
+    )
+    model = GPT2LMHeadModel(
+        GPT2Config(activation_function=act, attn_implementation=attention, **settings | change)
+    ).double()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn(p.shape, dtype=p.dtype))  # biases and norms leave their trivial values
@@ -42,7 +46,9 @@ def run(tp, attention, act):
     return logits.detach(), grads
 
 
-@pytest.mark.parametrize("tp, attention, act", [(1, "sdpa", "gelu_new"), (2, "sdpa", "gelu_new"), (4, "sdpa", "gelu"), (3, "eager", "relu")])
+@pytest.mark.parametrize(
+    "tp, attention, act", [(1, "sdpa", "gelu_new"), (2, "sdpa", "gelu_new"), (4, "sdpa", "gelu"), (3, "eager", "relu")]
+)
 def test_logits_and_gradients_are_those_of_the_unsplit_model(pool, tp, attention, act):
     model = hf(attention, act)
     logits = model(IDS).logits

@@ -1,4 +1,5 @@
-"""Column, row: MB-06, MB-08 (KV heads), MB-12 (fan-dependent init), MB-23 (views), MB-24 (deepcopy); against plain torch."""
+"""Column, row: MB-06, MB-08 (KV heads), MB-12 (fan-dependent init), MB-23 (views), MB-24 (deepcopy); against plain
+torch."""
 
 import copy
 
@@ -71,7 +72,9 @@ def run_sandwich(tp):
         (y * y.detach().cos()).sum().backward()
         first = first or (y.detach().clone(), full_gradients(model, mesh))
         sgd(model)
-    copies = {n: p.detach().clone() for n, p in model.named_parameters() if records(model, mesh)[n].shape == tuple(p.shape)}
+    copies = {
+        n: p.detach().clone() for n, p in model.named_parameters() if records(model, mesh)[n].shape == tuple(p.shape)
+    }
     mesh.destroy()
     return *first, copies
 
@@ -139,8 +142,9 @@ def run_attention(tp, kv, steps=5):
         SharedBoxes(recs, list(params), mesh.tp, torch.device("cpu")).sum_(local)
         sgd(model, 0.1)
         x.grad = None
-    held = [(b.full, p.detach()[tuple(slice(*r) for r in b.local)].clone())
-            for n, p in model.named_parameters() for b in records(model, mesh)[n].boxes if n.endswith("qkv.weight")]  # fmt: skip
+    weight = model["attn"].qkv.weight.detach()
+    boxes = records(model, mesh)["attn.qkv.weight"].boxes
+    held = [(b.full, weight[tuple(slice(*r) for r in b.local)].clone()) for b in boxes]
     mesh.destroy()
     return trace, held
 
@@ -167,7 +171,9 @@ def test_fewer_kv_heads_than_ranks(pool, tp, kv):
             assert torch.equal(values, replicas.setdefault(box, values))  # copies of a KV head stay the same bits
 
 
-@pytest.mark.parametrize("heads, kv, tp, words", [(8, 3, 2, "kv_heads=3 does not divide heads=8"), (8, 8, 9, "tp=9 is more than heads=8")])
+@pytest.mark.parametrize(
+    "heads, kv, tp, words", [(8, 3, 2, "kv_heads=3 does not divide heads=8"), (8, 8, 9, "tp=9 is more than heads=8")]
+)
 def test_impossible_heads_are_refused_at_construction(heads, kv, tp, words):
     with pytest.raises(ValueError, match=words):
         head_pieces(heads, kv, tp, 0)

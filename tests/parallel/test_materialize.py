@@ -16,12 +16,19 @@ from tests.toy import TOY
 
 def shards(sizes, dtype):
     mesh = Mesh.build(Layout(**sizes))
-    stage = build_stage(lambda: gpt.GPT(TOY), gpt.plan(TOY), mesh, seed=1234, init=gpt.initialise(TOY), dtype=dtype, device="cpu")
+    stage = build_stage(
+        lambda: gpt.GPT(TOY), gpt.plan(TOY), mesh, seed=1234, init=gpt.initialise(TOY), dtype=dtype, device="cpu"
+    )
     from megacore.parallel.record import records
 
     recs = records(stage.model, mesh)
     pieces = [
-        (recs[n].canonical, box.full, p.detach()[tuple(slice(*r) for r in box.local)].clone(), box.first and recs[n].tie_first)
+        (
+            recs[n].canonical,
+            box.full,
+            p.detach()[tuple(slice(*r) for r in box.local)].clone(),
+            box.first and recs[n].tie_first,
+        )
         for n, p in stage.model.named_parameters()
         for box in recs[n].boxes
     ]
@@ -29,7 +36,9 @@ def shards(sizes, dtype):
     return pieces
 
 
-@pytest.mark.parametrize("sizes", [dict(tp=2), dict(tp=4), dict(pp=2), dict(dp=2), dict(tp=2, pp=2, dp=2), dict(tp=3, pp=2)])
+@pytest.mark.parametrize(
+    "sizes", [dict(tp=2), dict(tp=4), dict(pp=2), dict(dp=2), dict(tp=2, pp=2, dp=2), dict(tp=3, pp=2)]
+)
 def test_every_piece_is_a_slice_of_the_serial_model(pool, sizes):
     with torch.device("meta"):
         plain = gpt.GPT(TOY)
@@ -79,7 +88,9 @@ def test_one_full_parameter_at_a_time():
     from megacore.comm.mesh import Group
 
     mesh = Mesh(layout=layout, tp=Group((0, 1, 2, 3), 1))  # no communicator: materialising needs none
-    stage = build_stage(lambda: gpt.GPT(config), gpt.plan(config), mesh, seed=0, init=init, dtype=torch.float32, device="cpu")
+    stage = build_stage(
+        lambda: gpt.GPT(config), gpt.plan(config), mesh, seed=0, init=init, dtype=torch.float32, device="cpu"
+    )
     assert len(most) == len(list(stage.model.parameters())) and max(most) == 1
     shard = dict(stage.model.named_parameters())["embed.tok.weight"]
     assert shard.untyped_storage().nbytes() == 128 * 64 * 4  # a view would keep the full tensor alive

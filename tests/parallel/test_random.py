@@ -21,7 +21,9 @@ def masks():
     mesh = Mesh.build(Layout(tp=2, dp=2))
     model = Two()
     parallelize(model, mesh, Plan({"heads": HeadDropout(4, 4)}, vocab_size=1), model.streams)
-    batch = MicroBatch.of(torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 2, dtype=torch.long), first_sample=4 * mesh.dp.index)
+    batch = MicroBatch.of(
+        torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 2, dtype=torch.long), first_sample=4 * mesh.dp.index
+    )
     with model.streams.at(batch):
         hidden = model.hidden(torch.ones(4, 2, 64))
         again = model.hidden(torch.ones(4, 2, 64))
@@ -75,5 +77,8 @@ def test_training_without_a_micro_batch_says_how_to_give_one():
 
 
 def test_parameter_streams_are_keyed_by_seed_and_name():
-    draws = [torch.randn(4, generator=parameter_generator(s, n)).tolist() for s, n in [(0, "a"), (0, "a"), (0, "b"), (1, "a")]]
+    draws = [
+        torch.randn(4, generator=parameter_generator(s, n)).tolist()
+        for s, n in [(0, "a"), (0, "a"), (0, "b"), (1, "a")]
+    ]
     assert draws[0] == draws[1] and len({tuple(d) for d in draws}) == 3

@@ -22,7 +22,15 @@ MASKS = ((0, 7), (1, 1), (2, 2), (3, 5))  # valid tokens of the four micro-batch
 def build(config, sizes, precision="fp64", init=None):
     mesh = Mesh.build(Layout(**sizes))
     plan = gpt.plan(config, sizes.get("multiple", 1))
-    return TrainStep(lambda: gpt.GPT(config), plan, mesh, precision=precision, optim=OPTIM, init=init or formula(config), bucket_bytes=4096)
+    return TrainStep(
+        lambda: gpt.GPT(config),
+        plan,
+        mesh,
+        precision=precision,
+        optim=OPTIM,
+        init=init or formula(config),
+        bucket_bytes=4096,
+    )
 
 
 def share(whole, mesh):
@@ -53,13 +61,17 @@ def serial(config, masked):
         model = gpt.GPT(config)
     materialize(model, Mesh(), formula(config), seed=0, dtype=torch.float64)
     whole = batch(4, config, masked=masked)
-    total = F.cross_entropy(model(whole.ids).flatten(0, 1), whole.targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    total = F.cross_entropy(
+        model(whole.ids).flatten(0, 1), whole.targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
     loss = total / max(whole.valid, 1)
     loss.backward()
     return loss.item(), {n: p.grad for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("sizes", [dict(), dict(dp=2), dict(pp=2), dict(tp=2), dict(dp=2, pp=2), dict(dp=2, tp=2), dict(dp=4)])
+@pytest.mark.parametrize(
+    "sizes", [dict(), dict(dp=2), dict(pp=2), dict(tp=2), dict(dp=2, pp=2), dict(dp=2, tp=2), dict(dp=4)]
+)
 @pytest.mark.parametrize("masked", [MASKS, ((0, 8), (1, 8), (2, 8), (3, 0))], ids=["MB-05", "MB-02b"])
 def test_the_mean_is_over_tokens(pool, sizes, masked):
     loss, grads = serial(TOY, masked)
@@ -93,7 +105,9 @@ def uniform_loss(tp, multiple):
     step = build(VOCAB50, dict(tp=tp), init=init) if multiple == 1 else None
     if step is None:
         mesh = Mesh.build(Layout(tp=tp))
-        step = TrainStep(lambda: gpt.GPT(VOCAB50), gpt.plan(VOCAB50, multiple), mesh, precision="fp64", optim=OPTIM, init=init)
+        step = TrainStep(
+            lambda: gpt.GPT(VOCAB50), gpt.plan(VOCAB50, multiple), mesh, precision="fp64", optim=OPTIM, init=init
+        )
     whole = batch(2, VOCAB50)
     loss = step.evaluate([whole], whole.valid)
     step.mesh.destroy()
@@ -110,7 +124,9 @@ def losses(config, sizes, first, last, directory=None, save_at=None, precision="
     """Losses of the steps first..last; resumed from `directory` unless first is 0."""
     mesh = Mesh.build(Layout(**{k: v for k, v in sizes.items() if k != "multiple"}))
     plan = gpt.plan(config, sizes.get("multiple", 1))
-    step = TrainStep(lambda: gpt.GPT(config), plan, mesh, precision=precision, optim=OPTIM, init=formula(config), seed=3)
+    step = TrainStep(
+        lambda: gpt.GPT(config), plan, mesh, precision=precision, optim=OPTIM, init=formula(config), seed=3
+    )
     if first:
         found = checkpoint.find(directory, group=mesh.world)
         checkpoint.load(found, step.logical(), group=mesh.world)
