@@ -22,6 +22,7 @@ MEGACORE := $(PY) -m megacore
 NPROC ?= 8
 DATA := runs/stdlib/data
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f 2>/dev/null)
+PYTHONS := megacore triton_kernels bench tests tools setup.py
 CXX := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 2>/dev/null)
 
 # One thread a process: `make train` starts 8 of them, and tests as many.
@@ -56,13 +57,13 @@ test: $(BUILT)
 	$(PY) -m pytest -q $(ARGS)
 
 lint: $(INSTALLED)
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
+	$(PY) -m ruff check $(PYTHONS)
+	$(PY) -m ruff format --check $(PYTHONS)
 	$(if $(CXX),$(CLANG_FORMAT) --dry-run -Werror $(CXX))
 
 format: $(INSTALLED)
-	$(PY) -m ruff check --fix .
-	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix $(PYTHONS)
+	$(PY) -m ruff format $(PYTHONS)
 	$(if $(CXX),$(CLANG_FORMAT) -i $(CXX))
 
 kernels: $(BUILT)
