@@ -131,7 +131,7 @@ def head_pieces(heads: int, kv_heads: int, parts: int, index: int) -> tuple[Rang
     begin, end = split_range(parts, kv_heads, kv)
     if end - begin > group:
         raise ValueError(
-            f"tp={parts} gives KV head {kv} to {end - begin} ranks, more than its {group} query heads; choose a smaller tp"
+            f"tp={parts} gives KV head {kv} to {end - begin} ranks, but it has {group} query heads; choose a smaller tp"
         )
     start, stop = split_range(group, end - begin, index - begin)
     return (kv * group + start, kv * group + stop), (kv, kv + 1), index == begin
