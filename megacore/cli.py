@@ -24,10 +24,10 @@ from megacore.comm.mesh import ORDER, Layout
 from megacore.train import config
 from megacore.train.check import check
 from megacore.train.config import ALIASES, Settings
-from megacore.train.corpus import check_files
 from megacore.train.data.prepare import prepare
 from megacore.train.data.sources import EXCLUDE, SUFFIXES
 from megacore.train.launch import Place, launch
+from megacore.train.resume import check_files
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def train_main(argv: Sequence[str]) -> int:
         )
         settings = settings.serial()
     check(settings, command.nproc or place.world)
-    check_files(settings)  # before any process is started; each rank checks again, on its own host
+    check_files(settings, command.fresh)  # before any process is started; each rank checks again, on its own host
     if command.nproc > 1:
         return launch(command.nproc, ["train", *_without_nproc(argv)], os.environ)
     from megacore.train import (

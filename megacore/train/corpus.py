@@ -77,10 +77,3 @@ def with_vocabulary(settings: Settings) -> Settings:
             f"model.vocab_size=0 asks for the tokenizer's size, and {sidecar} does not say it; set model.vocab_size"
         ) from None
     return replace(settings, model=replace(settings.model, vocab_size=size))
-
-
-def check_files(settings: Settings) -> tuple[Settings, Corpus]:
-    """Everything that reading files can find wrong, found before anything is sent; settings with the vocabulary filled
-    in."""
-    settings = with_vocabulary(settings)
-    return settings, open_corpus(settings)

@@ -16,12 +16,13 @@ from megacore.comm.mesh import Mesh
 from megacore.train.agreement import by_first, together
 from megacore.train.assemble import family
 from megacore.train.config import Settings
-from megacore.train.corpus import Corpus, check_files
+from megacore.train.corpus import Corpus
 from megacore.train.failure import FailureBoard, StopRequest, guard
 from megacore.train.launch import Place
 from megacore.train.loop import Loop, Outcome
 from megacore.train.metrics import Closing, print_report, write_report
 from megacore.train.peak import gpu_peak, measure_cpu_peak
+from megacore.train.resume import check_files
 from megacore.train.sample import continue_text
 from megacore.train.step import TrainStep
 from megacore.train.timers import PARTS
@@ -29,7 +30,7 @@ from megacore.train.timers import PARTS
 
 def run(settings: Settings, place: Place, fresh: bool = False) -> int:
     """Train; the exit code. Every rank of the job calls this once; the world is that of torchrun's environment."""
-    settings, corpus = check_files(settings)
+    settings, corpus = check_files(settings, fresh)
     device = choose_device(settings.run.device, place.local_rank)
     set_arithmetic(settings.run.threads, place.local_world, device)
     store = connect(device, place, settings.run.timeout_s)

@@ -30,6 +30,7 @@ from megacore.train.failure import StopRequest
 from megacore.train.logical import LogicalTensor
 from megacore.train.metrics import WINDOW, ProgressLine, Writers, read
 from megacore.train.optim import MixedAdamW, learning_rate
+from megacore.train.resume import data_of, model_of
 from megacore.train.timers import Timers
 
 
@@ -87,40 +88,20 @@ class Loop:
         if found is None:
             return
         with self.timers.measure("checkpoint"):
-            checkpoint.load(found, self.trainer.logical(), group=self.mesh.world, model=self._model())
+            checkpoint.load(found, self.trainer.logical(), group=self.mesh.world, model=model_of(self.settings))
             self.trainer.loaded(found.extra["optimizer_steps"])
-        self._check_resumed(found)
         self.done = self.saved = found.step
         if self.writes:
             self.console.print(f"resumed from {found.path} at step {found.step}", highlight=False, soft_wrap=True)
             for line in found.skipped:
                 self.console.print(f"checkpoint skipped: {line}", highlight=False, soft_wrap=True)
 
-    def _check_resumed(self, found: checkpoint.Found) -> None:
-        """What fixes the order of the data must not change within a run: samples would be repeated or left out."""
-        now = self._data()
-        for key, value in found.extra["data"].items():
-            if now.get(key) != value:
-                raise ValueError(
-                    f"{found.path}: {key}={value!r} there, {key}={now.get(key)!r} here; "
-                    "set it as it was, or start a new run with --fresh"
-                )
-
-    def _model(self) -> dict[str, Any]:
-        return {**describe(self.settings)["model"], "precision": self.settings.run.precision}
-
-    def _data(self) -> dict[str, Any]:
-        d = self.settings.data
-        return {
-            "data.global_batch": d.global_batch, "data.shuffle": d.shuffle, "run.seed": self.settings.run.seed,
-            "samples": len(self.corpus.train), "source_hash": self.corpus.source_hash,
-        }  # fmt: skip
-
     def save(self) -> None:
         if self.saved == self.done:
             return
         extra = {
-            "model": self._model(), "data": self._data(), "settings": describe(self.settings),
+            "model": model_of(self.settings), "data": data_of(self.settings, self.corpus),
+            "settings": describe(self.settings),
             "consumed": self.consumed, "optimizer_steps": self.trainer.optimizer.steps,
         }  # fmt: skip
         with self.timers.measure("checkpoint"):

@@ -110,7 +110,7 @@ FAULTS = {
     "folder cannot be written": _cannot_write,
     "checkpoint not seen": _sees_no_checkpoint,
     "loss raises": _broken_loss,
-    "bad id": _in_batch(1, _bad_id),
+    "bad id": _in_batch(0, _bad_id),
     "killed": _in_batch(1, _die, step=5),
     "asked to stop": _in_batch(2, _ask_to_stop, step=5),
     "stuck peer": _stuck_peer,

@@ -68,7 +68,8 @@ def test_progress_line_shows_what_users_watch(terminal):
 
 def closing(**changes: object) -> Closing:
     values = {
-        "steps": 10, "tokens": 5000, "seconds": 2.0, "flops_per_token": 4e6, "peak_flops": 1e11, "peak_source": "a table",
+        "steps": 10, "tokens": 5000, "seconds": 2.0, "flops_per_token": 4e6, "peak_flops": 1e11,
+        "peak_source": "a table",
         "split": {"compute": 1.5, "tensor": 0.25, "pipeline": 0.25, "other": 0.0}, "peak_memory": 2**20,
         "memory_sum": 2**22, "train_loss": 3.0, "valid_loss": 2.0, "vocab_size": 4096, "sample": "def [bold]f():",
     }  # fmt: skip
@@ -80,7 +81,8 @@ def test_report(tmp_path):
     print_report(Console(file=screen, width=160), closing())
     text = screen.getvalue()
     said = (
-        "5,000 in 10 steps", "2,500", "10.0 %", "a table", "compute 75.0 %", "tensor 12.5 %", "1 MiB", "4 MiB", "3.0000",
+        "5,000 in 10 steps", "2,500", "10.0 %", "a table", "compute 75.0 %", "tensor 12.5 %", "1 MiB", "4 MiB",
+        "3.0000",
         "2.0000", f"{200 / math.log(4096):.1f} % of ln V", "def [bold]f():",
     )  # fmt: skip
     for part in said:

@@ -1,0 +1,61 @@
+"""What a checkpoint of a run says beside its tensors, and whether this run may continue from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megacore.train import checkpoint
+from megacore.train.agreement import CheckpointError
+from megacore.train.config import Settings, describe
+from megacore.train.corpus import Corpus, open_corpus, with_vocabulary
+
+
+def model_of(settings: Settings) -> dict[str, Any]:
+    """What fixes the tensors and what they mean."""
+    return {**describe(settings)["model"], "precision": settings.run.precision}
+
+
+def data_of(settings: Settings, corpus: Corpus) -> dict[str, Any]:
+    """What fixes the order of the samples: were it changed, samples would be repeated or left out."""
+    return {
+        "data.global_batch": settings.data.global_batch,
+        "data.shuffle": settings.data.shuffle,
+        "run.seed": settings.run.seed,
+        "samples": len(corpus.train),
+        "source_hash": corpus.source_hash,
+    }
+
+
+def check_files(settings: Settings, fresh: bool) -> tuple[Settings, Corpus]:
+    """Everything that reading files can find wrong, found before anything is sent; settings with the vocabulary filled
+    in."""
+    settings = with_vocabulary(settings)
+    corpus = open_corpus(settings)
+    if not fresh:
+        check_checkpoint(settings, corpus)
+    return settings, corpus
+
+
+def check_checkpoint(settings: Settings, corpus: Corpus) -> None:
+    """ValueError (one line) when the newest checkpoint of the run's folder is of another model or other data. Every
+    rank looks for itself, before anything is sent; files that cannot be read are left to the collective search."""
+    folder = Path(settings.run.out) / "checkpoints"
+    try:
+        found = checkpoint.find(folder, verify=False)
+    except CheckpointError:
+        return
+    if found is not None:
+        refuse_change(found, {**model_of(settings), **data_of(settings, corpus)})
+
+
+def refuse_change(found: checkpoint.Found, now: Mapping[str, Any]) -> None:
+    then = {**found.extra.get("model", {}), **found.extra.get("data", {})}
+    for key, value in json.loads(json.dumps(now)).items():
+        if key in then and then[key] != value:
+            raise CheckpointError(
+                f"{found.path} is of another run: {key}={then[key]!r} there, {key}={value!r} here; set it as it was, "
+                "give another run.out, or move the old run aside with --fresh"
+            )
