@@ -16,7 +16,7 @@ from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, C
 
 # A file of ATen headers takes about 1 GB to compile: two at a time.
 os.environ["MAX_JOBS"] = str(min(2, int(os.environ.get("MAX_JOBS", "2"))))
-CXX = "-O3 -fopenmp -fno-math-errno -fno-trapping-math -fvisibility=hidden -Wall -Wno-unknown-pragmas".split()
+CXX = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall"]
 
 
 class Build(BuildExtension):

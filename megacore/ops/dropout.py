@@ -40,8 +40,8 @@ def dropout(
     x [B, S, F] or [B, G, S, F], any strides, fp32, fp64, bf16 or fp16 (scaled in fp32; fp64 for fp64).
     Element (b, g, s, f) is keyed by (key, sample[b], position[s] or position[b, s],
     (group_start + g) * features + feature_start + f): sample int64 [B], position int64 [S] or [B, S]
-    (taken modulo 2^32), features = the size of the whole last dimension (default F). So the dropout of a slice, given the slice's own
-    coordinates, is the slice of the dropout. Backward redraws the mask; nothing but the coordinates is kept.
+    (taken modulo 2^32), features = the size of the whole last dimension (default F). So the dropout of a slice, given
+    the slice's own coordinates, is the slice of the dropout. Backward redraws the mask; only the coordinates are kept.
     ValueError for shapes, dtypes or ranges that do not fit. Cost: one pass over x, ten Philox rounds per four elements.
     """
     if p == 0:

@@ -12,7 +12,7 @@ from megacore.ops import implementations, linear_gelu, use
 from tests.oracle import DTYPES, assert_as_good_as_torch, offset_by_one, shapes, views
 
 FORMS = ["tanh", "none"]
-M_K_N = [(1, 1, 1), *shapes([7, 65], [13], [1, 31]), (130, 67, 1025)]
+M_K_N = [(1, 1, 1), *shapes([7, 65], [13], [1, 31]), (130, 17, 1025)]
 
 
 def plain(x, w, b, approximate):
@@ -41,23 +41,32 @@ def path(request):
     _C.set_portable(False)
 
 
-@pytest.mark.parametrize("impl", implementations("linear_gelu", "cpu"))
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("approximate", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_matches_fp64(impl, bias, approximate, dtype, path):
+def test_matches_fp64(bias, approximate, dtype, path):
     for m, k, n in M_K_N:
         found = []
         # several, or torch's error on a handful of elements is a matter of luck
         for seed in range(200 if m * n == 1 else 24 if m * n < 5000 else 1):
             x, w, b, dy = inputs(m, k, n, dtype, bias, seed)
             wide = [t if t is None else t.double() for t in (x, w, b, dy)]
-            with use(impl, "linear_gelu"):
-                got = with_gradients(linear_gelu, x, w, b, dy, approximate)
+            got = with_gradients(linear_gelu, x, w, b, dy, approximate)
             truth, measure = with_gradients(plain, *wide, approximate), with_gradients(plain, x, w, b, dy, approximate)
             found.append([got, truth, measure])
         for runs in zip(*(zip(*f, strict=True) for f in found), strict=True):  # of y, dx, dw, db
             assert_as_good_as_torch(*(torch.stack(side) for side in zip(*runs, strict=True)))
+
+
+@pytest.mark.parametrize("impl", implementations("linear_gelu", "cpu"))
+@pytest.mark.parametrize("approximate", FORMS)
+def test_every_implementation_gives_the_formula(impl, approximate):
+    x, w, b, dy = inputs(5, 7, 3, torch.float64)
+    with use(impl, "linear_gelu"):
+        got = with_gradients(linear_gelu, x, w, b, dy, approximate)
+    want = with_gradients(lambda x, w, b, approximate: exact(x @ w.t() + b, approximate), x, w, b, dy, approximate)
+    for ours, ref in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, ref, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("approximate", FORMS)
