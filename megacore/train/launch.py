@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# All ranks are on this host: gloo need not find a network interface, and OpenMP threads of ranks that share cores
-# fight.
-DEFAULTS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_ADDR2LINE": "1"}
+# What the ranks get unless the environment says otherwise. OpenMP threads of ranks that share cores fight. All ranks are
+# on this host, so gloo need not look for a network interface. C++ symbols in every traceback cost seconds a rank.
+DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_ADDR2LINE": "1"}
+if sys.platform == "linux":
+    DEFAULTS["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,12 @@ def command(nproc: int, arguments: Sequence[str]) -> list[str]:
 def launch(nproc: int, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run the job and return its exit code. SIGTERM to this process goes to the ranks, not to torchrun: they agree on a
     step, save and end with 0, and torchrun then ends with 0 as well (it would end with 1 after a signal of its own)."""
-    child = subprocess.Popen(command(nproc, arguments), env={**DEFAULTS, **environment}, preexec_fn=_die_with_parent)
+    child = subprocess.Popen(
+        command(nproc, arguments),
+        env={**DEFAULTS, **environment},
+        preexec_fn=_die_with_parent,
+        start_new_session=True,  # else a terminal's Ctrl-C would reach torchrun as well, and the ranks twice
+    )
 
     def forward(number: int, _frame: object) -> None:
         for pid in _children(child.pid) or [child.pid]:
