@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# What the ranks get unless the environment says otherwise. OpenMP threads of ranks that share cores fight. All ranks are
-# on this host, so gloo need not look for a network interface. C++ symbols in every traceback cost seconds a rank.
+# What the ranks get unless the environment says otherwise. OpenMP threads of ranks that share cores fight. All ranks
+# are on this host, so gloo need not look for a network interface. C++ symbols in every traceback cost seconds a rank.
 DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_ADDR2LINE": "1"}
 if sys.platform == "linux":
     DEFAULTS["GLOO_SOCKET_IFNAME"] = "lo"

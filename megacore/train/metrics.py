@@ -94,8 +94,8 @@ def clock(seconds: float) -> str:
 
 
 class ProgressLine:
-    """The live line: step, loss, tokens/s, learning rate, gradient norm, time left. On a terminal one line that
-    changes; elsewhere a plain line every `every` steps."""
+    """The live line: step, loss, tokens/s, learning rate, gradient norm, time left; 80 columns are enough. On a
+    terminal one line that changes; elsewhere a plain line every `every` steps."""
 
     def __init__(self, console: Console, first: int, last: int, every: int):
         self.console, self.first, self.last, self.every = console, first, last, every
@@ -119,11 +119,12 @@ class ProgressLine:
         left = spent / len(self.recent) * (self.last - step)
         line = (
             f"step {step}/{self.last}  loss {values['loss']:.4f}  {speed:,.0f} tokens/s  lr {values['lr']:.2e}  "
-            f"grad norm {values['grad_norm']:.3f}  {clock(left)} left"
+            f"norm {values['grad_norm']:.3f}  {clock(left)} left"
         )
         if self.live:
             row = Table.grid(padding=(0, 2))
-            row.add_row(ProgressBar(total=self.last, completed=step, width=24), Text(line))
+            bar = [ProgressBar(total=self.last, completed=step, width=24)] if self.console.width >= 110 else []
+            row.add_row(*bar, Text(line, no_wrap=True, overflow="ellipsis"))
             self.live.update(row)
         elif step % self.every == 0 or step == self.last or step == self.first + 1:
             self.note(line)
