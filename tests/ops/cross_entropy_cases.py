@@ -3,13 +3,22 @@ by fp64. test_cross_entropy.py simulates the ranks in one process, test_cross_en
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacore import _C
 from megacore.comm.collectives import split_range
+from megacore.ops import cross_entropy, implementations, use
+
+IMPLS = implementations("cross_entropy", "cpu")
+KERNELS = {"cpp": "", "triton": "_triton"}  # suffixes of the local operators
+PATHS = [*IMPLS, "cpp-portable"]  # the C++ kernels without AVX2 too
+OPTIONS = [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}, {"label_smoothing": 1.0, "z_loss": 0.1, "ignore_index": 0}]
 
 
 @dataclass(frozen=True)
@@ -130,3 +139,28 @@ def _against_fp64() -> list[Case]:
 
 
 CASES = [*_mb_01(), *_mb_02(), *_mb_03(), *_mb_04(), *_mb_11(), *_against_fp64()]
+
+
+@contextmanager
+def serving(path: str) -> Iterator[str]:
+    """One of PATHS serves cross_entropy within the block; gives the name of its implementation."""
+    name = path.removesuffix("-portable")
+    _C.set_portable(path != name)
+    with use(name, "cross_entropy"):
+        yield name
+    _C.set_portable(False)
+
+
+def inputs(rows, vocab, dtype=torch.float32, seed=0, ignored=True):
+    g = torch.Generator().manual_seed(seed)
+    x = (3 * torch.randn(rows, vocab, generator=g, dtype=torch.float64)).to(dtype)
+    y = torch.randint(0, vocab, (rows,), generator=g)
+    if ignored and rows > 1:
+        y[1] = -100
+    return x, y, torch.randn(rows, generator=g, dtype=torch.float64)
+
+
+def with_gradient(x, y, weights, vocab_size=None, **options):
+    x = x.detach().requires_grad_()
+    loss = cross_entropy(x, y, vocab_size=vocab_size or x.shape[-1], **options)
+    return loss.detach(), torch.autograd.grad(loss, x, weights.to(loss.dtype))[0]
