@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 from rich.console import Console
@@ -27,7 +27,7 @@ from megacore.comm.workers import WorkerError, WorkerPool
 from megacore.compare import assemble, copies_that_differ, relative, run_layout, worst
 from megacore.pipeline import SCHEDULES
 from megacore.serial import Reference, run_serial
-from megacore.subject import Subject, Trial
+from megacore.subject import TOYS, Subject, Trial
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 
@@ -166,12 +166,20 @@ class Settings:
     global_batch: int = 16  # samples of a step
     micro_batches: int = 4  # of a rank and step
     seq_length: int = 16  # tokens of a sample
+    dropout: float | None = None  # of the two toys; their own is 0.1
     seed: int = 0  # of weights, tokens and dropout
 
 
 def run(settings: Settings) -> int:
     """The command: a row a layout as it is known, the table, the exit code."""
     console = Console()
+    model = settings.model
+    if settings.dropout is not None:
+        if model not in TOYS:
+            raise ValueError(
+                f"dropout={settings.dropout} is for the models {', '.join(TOYS)}; set it in your own factory"
+            )
+        model = replace(TOYS[model], dropout=settings.dropout)
     trial = Trial(
         precision=settings.precision, seed=settings.seed, steps=settings.steps, global_batch=settings.global_batch,
         micro_batches=settings.micro_batches, seq_length=settings.seq_length,
@@ -185,7 +193,7 @@ def run(settings: Settings) -> int:
                 console.print(f"{row.name} {row.schedule}: {row.verdict}", highlight=False)
 
         report = verify(
-            settings.model, settings.plan, settings.layouts, world=settings.world,
+            model, settings.plan, settings.layouts, world=settings.world,
             schedules=settings.schedule.split(","), trial=trial, on_row=on_row,
         )  # fmt: skip
     console.print(table(settings.model, report))
