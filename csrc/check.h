@@ -9,13 +9,13 @@
 namespace megacore {
 
 // `got` and `wanted` may be chains: a << b. They are evaluated only when the condition fails.
-#define MEGACORE_CHECK(condition, op, argument, got, wanted)                   \
-  do {                                                                         \
-    if (C10_UNLIKELY(!(condition))) {                                          \
-      std::ostringstream message;                                              \
+#define MEGACORE_CHECK(condition, op, argument, got, wanted)                       \
+  do {                                                                             \
+    if (C10_UNLIKELY(!(condition))) {                                              \
+      std::ostringstream message;                                                  \
       message << op << ": " << argument << " is " << got << "; wanted " << wanted; \
-      TORCH_CHECK_VALUE(false, message.str());                                 \
-    }                                                                          \
+      TORCH_CHECK_VALUE(false, message.str());                                     \
+    }                                                                              \
   } while (false)
 
 // "[2, 3] Float on cpu"
@@ -26,9 +26,11 @@ inline std::string describe(const at::Tensor& t) {
 }
 
 // `t` lives where `like` does and has its dtype; `like_name` says in the message what that is.
-inline void check_same(const char* op, const char* name, const at::Tensor& t, const char* like_name, const at::Tensor& like) {
+inline void check_same(const char* op, const char* name, const at::Tensor& t, const char* like_name,
+                       const at::Tensor& like) {
   MEGACORE_CHECK(t.device() == like.device(), op, name, describe(t), "device " << like.device() << " as " << like_name);
-  MEGACORE_CHECK(t.scalar_type() == like.scalar_type(), op, name, describe(t), "dtype " << like.scalar_type() << " as " << like_name);
+  MEGACORE_CHECK(t.scalar_type() == like.scalar_type(), op, name, describe(t),
+                 "dtype " << like.scalar_type() << " as " << like_name);
 }
 
 inline void check_floating(const char* op, const char* name, const at::Tensor& t) {

@@ -23,7 +23,8 @@ namespace {
 constexpr int64_t kBlocks = 16, kDraws = 4 * kBlocks;  // counters per batch: two AVX2 vectors of each word
 
 // draws[4 * i + w] = word w of Philox({block + i, position, sample lo, sample hi}, key), i < kBlocks
-MEGACORE_INLINE void philox(uint32_t* __restrict draws, uint32_t block, uint32_t position, uint64_t sample, uint64_t key) {
+MEGACORE_INLINE void philox(uint32_t* __restrict draws, uint32_t block, uint32_t position, uint64_t sample,
+                            uint64_t key) {
   uint32_t c0[kBlocks], c1[kBlocks], c2[kBlocks], c3[kBlocks];
   for (int i = 0; i < kBlocks; ++i) {
     c0[i] = block + uint32_t(i);
@@ -51,9 +52,11 @@ MEGACORE_INLINE void philox(uint32_t* __restrict draws, uint32_t block, uint32_t
   }
 }
 
-template <class T> struct Row {  // one (b, g, s): features e .. e + count - 1
-  MEGACORE_INLINE static void run(const T* x, int64_t xs, T* y, int64_t ys, int64_t count, uint64_t e, uint32_t position,
-                                  uint64_t sample, uint64_t key, uint32_t threshold, acc_t<T> scale) {
+template <class T>
+struct Row {  // one (b, g, s): features e .. e + count - 1
+  MEGACORE_INLINE static void run(const T* x, int64_t xs, T* y, int64_t ys, int64_t count, uint64_t e,
+                                  uint32_t position, uint64_t sample, uint64_t key, uint32_t threshold,
+                                  acc_t<T> scale) {
     uint32_t draws[kDraws];
     for (int64_t done = 0; done < count;) {
       const int64_t lane = int64_t(e % 4), n = std::min<int64_t>(kDraws - lane, count - done);
@@ -79,7 +82,8 @@ void check(const at::Tensor& x, double p, const at::Tensor& sample, const at::Te
   MEGACORE_CHECK(p >= 0 && p < 1, op, "p", p, "0 <= p < 1");
   const int64_t b = x.size(0), s = x.size(-2), f = x.size(-1), g = x.dim() == 4 ? x.size(1) : 1;
   const auto same = sample.device() == x.device() && position.device() == x.device();
-  MEGACORE_CHECK(same, op, "sample and position", sample.device() << " and " << position.device(), "device " << x.device() << " as x");
+  MEGACORE_CHECK(same, op, "sample and position", sample.device() << " and " << position.device(),
+                 "device " << x.device() << " as x");
   MEGACORE_CHECK(sample.scalar_type() == at::kLong && sample.dim() == 1 && sample.size(0) == b, op, "sample",
                  describe(sample), "[" << b << "] Long, one per batch row of x");
   const bool fits = (position.dim() == 1 || (position.dim() == 2 && position.size(0) == b)) && position.size(-1) == s;

@@ -5,13 +5,15 @@
 namespace megacore {
 
 // gelu(x) = x * s(x), s in [0, 1]; gelu'(x) = s(x) + x * s'(x).
-template <class A> struct Gate {
+template <class A>
+struct Gate {
   A s, ds;
 };
 
 // tanh form: s = sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3).  One formula for forward, backward and every device.
 struct TanhForm {
-  template <class A> MEGACORE_INLINE static Gate<A> gate(A x) {
+  template <class A>
+  MEGACORE_INLINE static Gate<A> gate(A x) {
     constexpr A k = A(1.5957691216057308), kc = A(1.5957691216057308 * 0.044715);
     const A limit = sizeof(A) == 4 ? A(11) : A(22);  // beyond it s is 0 or 1 to the last bit, and x^3 cannot overflow
     const A v = clamp(x, -limit, limit);
@@ -44,7 +46,8 @@ struct ErfForm {
     p = p * t + 0.282152154f;
     p = p * t + 0.282092656f;
     const float tail = 0.5f * bell * t * p;
-    // Phi(v) = 1/2 + v R(v^2) near 0, where the tail's relative error would cost a digit: relative error 7e-10 to |v| = 1
+    // Phi(v) = 1/2 + v R(v^2) near 0, where the tail's relative error would cost a digit: relative error 7e-10 to |v| =
+    // 1
     const float q = v * v;
     float near = -7.65419684e-6f;
     near = near * q + 0.000113486343f;
@@ -57,9 +60,13 @@ struct ErfForm {
   }
 };
 
-template <class Form, class A> MEGACORE_INLINE A gelu(A x) { return x * Form::gate(x).s; }
+template <class Form, class A>
+MEGACORE_INLINE A gelu(A x) {
+  return x * Form::gate(x).s;
+}
 
-template <class Form, class A> MEGACORE_INLINE A gelu_derivative(A x) {
+template <class Form, class A>
+MEGACORE_INLINE A gelu_derivative(A x) {
   const Gate<A> g = Form::gate(x);
   return g.s + clamp(x, A(-30), A(30)) * g.ds;  // the clamp keeps inf * 0 out; s' is 0 there
 }

@@ -2,8 +2,8 @@
 // applies GELU. Backward: one pass for dpre and the bias gradient; the two GEMMs of backward are aten's own.
 //
 // The pass moves 3 elements forward (read and write pre, write y) and 3 backward (read dy and pre, write dpre).
-// Tiles are kRows x kCols whatever the number of threads, so the bias gradient has one order of sums: kFew rows in turn,
-// then the sums of a tile, both in the accumulation type, then tiles from the top in double.
+// Tiles are kRows x kCols whatever the number of threads, so the bias gradient has one order of sums: kFew rows in
+// turn, then the sums of a tile, both in the accumulation type, then tiles from the top in double.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/addmm.h>
@@ -23,7 +23,8 @@ namespace {
 
 constexpr int64_t kRows = 64, kCols = 1024, kFew = 8;
 
-template <class T, class Form> struct Forward {  // pre += bias; y = gelu(pre)
+template <class T, class Form>
+struct Forward {  // pre += bias; y = gelu(pre)
   MEGACORE_INLINE static void run(T* pre, T* y, const T* bias, int64_t rows, int64_t cols, int64_t stride) {
     for (int64_t r = 0; r < rows; ++r) {
       T* __restrict p = pre + r * stride;
@@ -35,7 +36,8 @@ template <class T, class Form> struct Forward {  // pre += bias; y = gelu(pre)
   }
 };
 
-template <class T, class Form> struct Backward {  // dpre = dy * gelu'(pre); sums[c] = sum of its rows, before rounding
+template <class T, class Form>
+struct Backward {  // dpre = dy * gelu'(pre); sums[c] = sum of its rows, before rounding
   MEGACORE_INLINE static void run(const T* dy, int64_t dy_stride, const T* pre, T* dpre, acc_t<T>* sums, int64_t rows,
                                   int64_t cols, int64_t stride) {
     using A = acc_t<T>;
@@ -59,7 +61,8 @@ template <class T, class Form> struct Backward {  // dpre = dy * gelu'(pre); sum
   }
 };
 
-template <class F> void for_each_tile(int64_t rows, int64_t cols, F&& tile) {
+template <class F>
+void for_each_tile(int64_t rows, int64_t cols, F&& tile) {
   const int64_t across = (cols + kCols - 1) / kCols, down = (rows + kRows - 1) / kRows;
   at::parallel_for(0, down * across, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -69,7 +72,8 @@ template <class F> void for_each_tile(int64_t rows, int64_t cols, F&& tile) {
   });
 }
 
-template <class F> void with_form(const char* op, c10::string_view approximate, F&& f) {
+template <class F>
+void with_form(const char* op, c10::string_view approximate, F&& f) {
   MEGACORE_CHECK(approximate == "tanh" || approximate == "none", op, "approximate", "'" << approximate << "'",
                  "'tanh' or 'none' (erf)");
   approximate == "tanh" ? f(TanhForm{}) : f(ErfForm{});
@@ -86,11 +90,13 @@ std::tuple<at::Tensor, at::Tensor> linear_gelu(const at::Tensor& x, const at::Te
   const int64_t n = weight.size(0), k = x.size(-1);
   if (bias) {
     check_same(op, "bias", *bias, "x", x);
-    MEGACORE_CHECK(bias->dim() == 1 && bias->size(0) == n, op, "bias", describe(*bias), "[" << n << "], the rows of weight");
+    MEGACORE_CHECK(bias->dim() == 1 && bias->size(0) == n, op, "bias", describe(*bias),
+                   "[" << n << "], the rows of weight");
   }
   int64_t rows = 1;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
-  // The library orders its sums by layout and leading dimension: copies make a view give the bits of a contiguous tensor.
+  // The library orders its sums by layout and leading dimension: copies make a view give the bits of a contiguous
+  // tensor.
   const at::Tensor x2 = x.reshape({rows, k}).contiguous(), wt = weight.contiguous().t();
   // In 16 bits the bias enters inside the GEMM, before the one rounding of the pre-activation.
   const bool bias_in_pass = bias && x.element_size() >= 4;
@@ -119,7 +125,8 @@ std::tuple<at::Tensor, at::Tensor> linear_gelu_dpre(const at::Tensor& dy, const 
   constexpr const char* op = "linear_gelu_dpre";
   check_floating(op, "pre", pre);
   check_same(op, "dy", dy, "pre", pre);
-  MEGACORE_CHECK(pre.dim() >= 1 && dy.sizes() == pre.sizes(), op, "dy", describe(dy), pre.sizes() << ", the shape of pre");
+  MEGACORE_CHECK(pre.dim() >= 1 && dy.sizes() == pre.sizes(), op, "dy", describe(dy),
+                 pre.sizes() << ", the shape of pre");
   const int64_t n = pre.size(-1);
   int64_t rows = 1;
   for (int64_t d = 0; d + 1 < pre.dim(); ++d) rows *= pre.size(d);

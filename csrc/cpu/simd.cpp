@@ -16,8 +16,14 @@ bool avx2 = supported();
 
 }  // namespace
 
-bool use_avx2() { return avx2; }
-const char* cpu_path() { return avx2 ? "avx2" : "portable"; }
-void set_portable(bool on) { avx2 = !on && supported(); }
+bool use_avx2() {
+  return avx2;
+}
+const char* cpu_path() {
+  return avx2 ? "avx2" : "portable";
+}
+void set_portable(bool on) {
+  avx2 = !on && supported();
+}
 
 }  // namespace megacore

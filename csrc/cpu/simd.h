@@ -9,9 +9,9 @@
 
 namespace megacore {
 
-const char* cpu_path();       // "avx2" or "portable"
-void set_portable(bool on);   // tests only
-bool use_avx2();              // decided when the library is loaded
+const char* cpu_path();      // "avx2" or "portable"
+void set_portable(bool on);  // tests only
+bool use_avx2();             // decided when the library is loaded
 
 #if defined(__x86_64__)
 template <class Body, class... Args>
@@ -35,12 +35,23 @@ inline void run_on_cpu(Args... args) {
 }
 
 // ---- storage types: what a pointer points to; arithmetic is in acc_t ----
-struct bf16 { uint16_t bits; };
-struct fp16 { uint16_t bits; };
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
 
-template <class T> struct acc { using type = float; };
-template <> struct acc<double> { using type = double; };
-template <class T> using acc_t = typename acc<T>::type;
+template <class T>
+struct acc {
+  using type = float;
+};
+template <>
+struct acc<double> {
+  using type = double;
+};
+template <class T>
+using acc_t = typename acc<T>::type;
 
 template <class To, class From>
 MEGACORE_INLINE To bits_as(From v) {
@@ -50,9 +61,15 @@ MEGACORE_INLINE To bits_as(From v) {
   return out;
 }
 
-MEGACORE_INLINE float widen(float v) { return v; }
-MEGACORE_INLINE double widen(double v) { return v; }
-MEGACORE_INLINE float widen(bf16 v) { return bits_as<float>(uint32_t(v.bits) << 16); }
+MEGACORE_INLINE float widen(float v) {
+  return v;
+}
+MEGACORE_INLINE double widen(double v) {
+  return v;
+}
+MEGACORE_INLINE float widen(bf16 v) {
+  return bits_as<float>(uint32_t(v.bits) << 16);
+}
 MEGACORE_INLINE float widen(fp16 v) {
   // Shift exponent and fraction into place and correct the bias by a product, which is exact for subnormals too.
   const uint32_t magnitude = uint32_t(v.bits & 0x7fff) << 13;
@@ -62,13 +79,18 @@ MEGACORE_INLINE float widen(fp16 v) {
 }
 
 // To storage, rounding to nearest even.
-template <class T> MEGACORE_INLINE T narrow(acc_t<T> v) { return v; }
-template <> MEGACORE_INLINE bf16 narrow<bf16>(float v) {
+template <class T>
+MEGACORE_INLINE T narrow(acc_t<T> v) {
+  return v;
+}
+template <>
+MEGACORE_INLINE bf16 narrow<bf16>(float v) {
   const uint32_t u = bits_as<uint32_t>(v);
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   return bf16{uint16_t(v != v ? 0x7fc0u : rounded)};
 }
-template <> MEGACORE_INLINE fp16 narrow<fp16>(float v) {
+template <>
+MEGACORE_INLINE fp16 narrow<fp16>(float v) {
   const uint32_t u = bits_as<uint32_t>(v), sign = (u >> 16) & 0x8000u, m = u & 0x7fffffffu;
   const uint32_t normal = (m - (112u << 23) + 0xfffu + ((m >> 13) & 1u)) >> 13;
   // Below 2^-14 the spacing is 2^-24, which is that of floats in [0.5, 1): adding 0.5 rounds there.

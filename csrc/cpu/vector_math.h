@@ -23,7 +23,7 @@ MEGACORE_INLINE float exp_of(float v) {
   const int32_t n = bits_as<int32_t>(shifted) - bits_as<int32_t>(round);
   const float whole = shifted - round;
   const float r = (v - whole * 0.693145752f) - whole * 1.42860677e-6f;  // ln 2 in two parts; |r| <= ln(2)/2
-  float p = 1.f / 5040;                                                // Taylor to r^7: the rest is below 6e-9
+  float p = 1.f / 5040;                                                 // Taylor to r^7: the rest is below 6e-9
   p = p * r + 1.f / 720;
   p = p * r + 1.f / 120;
   p = p * r + 1.f / 24;
@@ -34,6 +34,8 @@ MEGACORE_INLINE float exp_of(float v) {
   const int32_t half = n >> 1;  // 2^n in two factors, so that neither leaves the range of exponents
   return p * bits_as<float>((half + 127) << 23) * bits_as<float>((n - half + 127) << 23);
 }
-MEGACORE_INLINE double exp_of(double v) { return std::exp(v); }
+MEGACORE_INLINE double exp_of(double v) {
+  return std::exp(v);
+}
 
 }  // namespace megacore

@@ -1,1 +1,1 @@
-"""Training: data, optimizer, precision, checkpoints and the loop that joins them. Config objects begin at this floor."""
+"""Training: data, optimizer, precision, checkpoints and the loop that joins them. Config objects begin here."""
