@@ -86,7 +86,7 @@ def _pieces(recs: dict[str, ParamRecord], local: dict[str, Tensor]) -> list[Piec
 def _digests(step: TrainStep) -> Iterator[tuple[Key, str]]:
     for name, param in step.params.items():
         for box in step.recs[name].boxes:
-            values = param.detach()[tuple(slice(*r) for r in box.local)].contiguous().view(torch.uint8)
+            values = param.detach()[tuple(slice(*r) for r in box.local)].reshape(-1).view(torch.uint8)
             digest = hashlib.blake2b(values.numpy().tobytes(), digest_size=8).hexdigest()
             yield (step.recs[name].canonical, box.full), digest
 
@@ -112,19 +112,19 @@ def assemble(
     return full
 
 
-def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
-    """(largest error, the first parameter that has it), by the formula of megacore.verify; NaN counts as infinite."""
-    peak = max(float(t.abs().max()) for t in want.values() if t.numel())
-    largest, where = 0.0, ""
+def worst(got: dict[str, Tensor], want: dict[str, Tensor], bound: float) -> tuple[float, str]:
+    """(largest error, a parameter): the first one out of bounds, in the model's order, or else the one with the largest
+    error. By the formula of megacore.verify; NaN counts as infinite."""
+    peak = max((float(t.abs().max()) for t in want.values() if t.numel()), default=0.0)
+    errors = {}
     for name, ref in want.items():
-        if not ref.numel():
-            continue
-        scale = max(float(ref.abs().max()), 0.1 * peak) or 1.0
-        error = float((got[name] - ref).abs().max()) / scale
-        error = error if error == error else float("inf")
-        if error > largest:
-            largest, where = error, name
-    return largest, where
+        if ref.numel():
+            scale = max(float(ref.abs().max()), 0.1 * peak) or 1.0
+            error = float((got[name] - ref).abs().max()) / scale
+            errors[name] = error if error == error else float("inf")
+    largest = max(errors.values(), default=0.0)
+    wrong = [name for name, error in errors.items() if error > bound]
+    return largest, (wrong or [name for name, error in errors.items() if error == largest] or [""])[0]
 
 
 def relative(got: Sequence[float], want: Sequence[float]) -> float:

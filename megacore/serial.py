@@ -19,6 +19,7 @@ from megacore.parallel.batch import IGNORE, MicroBatch
 from megacore.parallel.materialize import materialize
 from megacore.parallel.plan import KeyedDropout, Plan, parallelize
 from megacore.parallel.random import Streams
+from megacore.parallel.stage import logits_of
 from megacore.subject import Subject, Trial
 
 
@@ -49,18 +50,21 @@ def run_serial(subject: Subject, trial: Trial) -> Reference:
             optimizer.zero_grad()
             loss = _loss(model, streams, batch)
             loss.backward()
+            _fill_gradients(model)
             if step == 0:
-                gradients = {
-                    n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
-                }
+                gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), trial.clip)))
             optimizer.step()
             losses.append(loss.item())
     return Reference(losses, norms, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
 
 
-def _gradient(param: Tensor) -> Tensor:
-    return torch.zeros_like(param) if param.grad is None else param.grad.clone()
+def _fill_gradients(model: nn.Module) -> None:
+    """A parameter that this batch did not use has gradient zero, not none: it decays and its moments go on, as in a
+    distributed run, where a rank cannot know whether another one used it."""
+    for param in model.parameters():
+        if param.requires_grad and param.grad is None:
+            param.grad = torch.zeros_like(param)
 
 
 def _key_dropouts(model: nn.Module, plan: Plan, seed: int) -> Streams:
@@ -72,8 +76,7 @@ def _key_dropouts(model: nn.Module, plan: Plan, seed: int) -> Streams:
 
 def _loss(model: nn.Module, streams: Streams, batch: MicroBatch) -> Tensor:
     with streams.at(batch):
-        out = model(batch.ids)
-    logits = getattr(out, "logits", out)
+        logits = logits_of(model(batch.ids))
     total = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum")
     return total / batch.valid
 

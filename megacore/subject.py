@@ -90,6 +90,12 @@ class Trial:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
+    timeout: float = 120.0  # seconds after which a layout has failed
+
+    def __post_init__(self) -> None:
+        for field in ("steps", "global_batch", "micro_batches", "seq_length"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} is not a positive whole number; give {field} >= 1")
 
     @property
     def dtype(self) -> torch.dtype:

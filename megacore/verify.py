@@ -88,6 +88,8 @@ def verify(
     for schedule in schedules:
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+    if world < 1:
+        raise ValueError(f"world={world} is not a positive whole number; give world >= 1")
     wanted = read_layouts(layouts, world) if isinstance(layouts, str) else list(layouts)
     reference = run_serial(subject, trial)
     own = WorkerPool(max(layout.world for layout in wanted)) if pool is None else None
@@ -127,7 +129,7 @@ def read_layouts(text: str, world: int) -> list[Layout]:
 
 def _row(pool: WorkerPool, subject: Subject, trial: Trial, layout: Layout, schedule: str, reference: Reference) -> Row:
     try:
-        outcomes = pool.run(run_layout, subject, trial, layout, schedule, world=layout.world)
+        outcomes = pool.run(run_layout, subject, trial, layout, schedule, world=layout.world, timeout=trial.timeout)
     except (WorkerError, TimeoutError) as error:
         return Row(layout, schedule, "failed", where=str(error).strip())
     refusals = {o.refused for o in outcomes}
@@ -139,11 +141,11 @@ def _row(pool: WorkerPool, subject: Subject, trial: Trial, layout: Layout, sched
         weights = assemble(outcomes, lambda o: o.weights, reference.weights)
     except ValueError as error:
         return Row(layout, schedule, "failed", where=str(error))
-    grad, grad_at = worst(gradients, reference.gradients)
-    weight, weight_at = worst(weights, reference.weights)
+    bound = TOLERANCE[trial.precision]
+    grad, grad_at = worst(gradients, reference.gradients, bound)
+    weight, weight_at = worst(weights, reference.weights, bound)
     loss = max(relative(o.losses, reference.losses) for o in outcomes)
     norm = max(relative(o.norms, reference.norms) for o in outcomes)
-    bound = TOLERANCE[trial.precision]
     checks = [("loss", loss, "loss"), ("gradient of", grad, grad_at), ("gradient norm", norm, "")]
     checks += [("weight", weight, weight_at)] if trial.precision == "fp64" else []
     wrong = [f"{what} {at}".strip() + f" differs by {error:.1e}" for what, error, at in checks if not error <= bound]
@@ -166,6 +168,7 @@ class Settings:
     global_batch: int = 16  # samples of a step
     micro_batches: int = 4  # of a rank and step
     seq_length: int = 16  # tokens of a sample
+    timeout: float = 600.0  # seconds after which a layout has failed
     dropout: float | None = None  # of the two toys; their own is 0.1
     seed: int = 0  # of weights, tokens and dropout
 
@@ -182,7 +185,7 @@ def run(settings: Settings) -> int:
         model = replace(TOYS[model], dropout=settings.dropout)
     trial = Trial(
         precision=settings.precision, seed=settings.seed, steps=settings.steps, global_batch=settings.global_batch,
-        micro_batches=settings.micro_batches, seq_length=settings.seq_length,
+        micro_batches=settings.micro_batches, seq_length=settings.seq_length, timeout=settings.timeout,
     )  # fmt: skip
     with console.status("serial run") if console.is_terminal else nullcontext() as status:
 

@@ -53,6 +53,11 @@ def test_a_users_model_by_name(pool):
     assert [row.verdict for row in report.rows] == ["passed"] * 4, report.rows
 
 
+def test_frozen_unused_and_scalar_parameters_and_saved_logits(pool):
+    report = verify("tests.user_model:Odd", "tests.user_model:odd_plan", "tp2-pp3,tp2-dp2,dp3", trial=FAST, pool=pool)
+    assert [row.verdict for row in report.rows] == ["passed"] * 3, report.rows
+
+
 def test_hugging_face_gpt2_needs_no_plan_of_the_user(pool):
     report = verify(user_model.hugging_face, layouts="tp2-pp2,tp4,dp3", trial=FAST, pool=pool)
     assert [row.verdict for row in report.rows] == ["passed"] * 3, report.rows
@@ -128,6 +133,7 @@ def test_the_module_is_a_function_too(pool):
         (dict(layouts="tp16"), "needs 16 ranks, world=8"),
         (dict(schedules=("zigzag",)), "schedule='zigzag' is unknown"),
         (dict(trial=Trial(precision="bf16")), "precision='bf16' has no bound"),
+        (dict(world=0), "world=0 is not a positive"),
         (dict(model="nowhere"), "is not of the form package.module:name"),
         (dict(model="tests.user_model:Nobody"), "cannot be imported"),
     ],
@@ -140,9 +146,12 @@ def test_what_cannot_be_read_is_refused_at_once(arguments, words):
 
 def test_errors_are_relative_to_the_tensor_or_a_tenth_of_the_largest():
     want = {"big": torch.tensor([10.0, 1.0]), "zero": torch.zeros(2)}
-    error, where = worst({"big": torch.tensor([10.0, 1.5]), "zero": torch.tensor([0.1, 0.0])}, want)
-    assert where == "zero" and error == pytest.approx(0.1)
-    assert worst({"big": torch.tensor([float("nan"), 1.0]), "zero": torch.zeros(2)}, want) == (float("inf"), "big")
+    got = {"big": torch.tensor([10.0, 1.5]), "zero": torch.tensor([0.1, 0.0])}
+    error, where = worst(got, want, bound=0.2)
+    assert where == "zero" and error == pytest.approx(0.1)  # none is out of bounds: the largest
+    assert worst(got, want, bound=0.01)[1] == "big"  # the first that is out of bounds
+    nan = {"big": torch.tensor([float("nan"), 1.0]), "zero": torch.zeros(2)}
+    assert worst(nan, want, bound=1.0) == (float("inf"), "big")
 
 
 def test_every_element_must_come_exactly_once():

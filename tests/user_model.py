@@ -1,5 +1,7 @@
 """A model of a user's own, not a Transformer of ours: what `megacore verify --model tests.user_model:Tiny` imports."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -40,6 +42,29 @@ class Wrong(Tiny):
 
     def body(self, x):
         return super().body(x) * (1 + 1e-6 * self.up.weight.shape[0])
+
+
+class Odd(Tiny):
+    """What plain models also have: a frozen part, a number, a matrix that nothing uses, logits that something saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.unused = nn.Parameter(torch.tensor(1.5)), nn.Linear(3, 3)
+        self.norm.requires_grad_(False)
+
+    def logits(self, x):
+        return 4 * torch.tanh(self.head(x * self.scale) / 4)
+
+    def forward(self, ids):
+        return self.logits(self.body(self.tok(ids)))
+
+
+def odd_plan(model):
+    first, middle, last = _links(model)
+    last = replace(last, modules=("head", "unused", "scale"), run=lambda m, t, _: {"logits": m.logits(t["x"] * 1.0)})
+    middle = replace(middle, run=lambda m, t, _: {"x": m.body(t["x"])})
+    table = {"tok": Vocab(), "up": Column(), "down": Row(), "drop": KeyedDropout(), "head": Head()}
+    return Plan(table, vocab_size=30, chain=lambda _: [first, middle, last])
 
 
 def data_parallel_only():

@@ -12,10 +12,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-CPU_TORCH=2.13.0                               # what the project is tested with where there is no GPU
-CPU_INDEX=https://download.pytorch.org/whl/cpu # where torch publishes its CPU builds
-LINTERS="ruff==0.17.6 clang-format==23.1.5"    # another version formats otherwise
-PEERS="megatron-core==0.16.1"                  # reads our data files in a test; a rival in bench/step.py
+CPU_TORCH=2.13.0                            # what the project is tested with where there is no GPU
+LINTERS="ruff==0.17.6 clang-format==23.1.5" # another version formats otherwise
+PEERS="megatron-core==0.16.1"               # reads our data files in a test; a rival in bench/step.py
 
 die() {
     printf 'setup: %s\n' "$*" >&2
@@ -64,10 +63,9 @@ install_torch() { # PYTHON
     if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then
         "$1" -m pip install -qq 'torch>=2.11'
     else
-        # The plain name on the package index is a CUDA build on Linux, so ask for the CPU build by its full version first.
-        "$1" -m pip install -qq "torch==$CPU_TORCH+cpu" 2>/dev/null ||
-            "$1" -m pip install -qq "torch==$CPU_TORCH" --index-url "$CPU_INDEX" ||
-            "$1" -m pip install -qq "torch==$CPU_TORCH"
+        # The plain name may be a CUDA build on Linux: ask for the CPU build by its full version first. Where pip does not
+        # know torch's index of CPU builds, PIP_EXTRA_INDEX_URL names it.
+        "$1" -m pip install -qq "torch==$CPU_TORCH+cpu" 2>/dev/null || "$1" -m pip install -qq "torch==$CPU_TORCH"
     fi
     has_torch "$1" || die "torch did not install; install torch >= 2.11 into the environment by hand and run make again"
 }

@@ -123,7 +123,8 @@ class WorkerPool:
             return pickle.loads(conn.recv_bytes())
         except (EOFError, ConnectionResetError):
             self._workers[rank].join(1)
-            return False, f"the process of rank {rank} died with exit code {self._workers[rank].exitcode}"
+            hint = "" if self.tasks > 1 else "; a script that starts workers needs `if __name__ == '__main__':`"
+            return False, f"the process of rank {rank} died with exit code {self._workers[rank].exitcode}{hint}"
 
     def restart(self) -> None:
         self.close()

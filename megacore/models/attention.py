@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.parallel.random import Dropout, Streams
+from megacore.parallel.record import divisors
 
 
 class CausalSelfAttention(nn.Module):
@@ -47,7 +48,3 @@ class CausalSelfAttention(nn.Module):
         scores = q @ k.transpose(-2, -1) * self.head_size**-0.5
         future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
         return self.drop(scores.masked_fill(future, float("-inf")).softmax(-1)) @ v
-
-
-def divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]

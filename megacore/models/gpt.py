@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megacore.models.attention import CausalSelfAttention, divisors
+from megacore.models.attention import CausalSelfAttention
 from megacore.parallel.plan import (
     Column,
     Fused,
@@ -27,6 +27,7 @@ from megacore.parallel.plan import (
     Vocab,
 )
 from megacore.parallel.random import Dropout, Streams, name_dropouts
+from megacore.parallel.record import divisors
 
 GELU = {"tanh": "tanh", "erf": "none"}  # our names of the two forms -> torch's
 
@@ -166,7 +167,7 @@ def plan(config: GPTConfig, vocab_multiple: int = 1) -> Plan:
         "blocks.*.mlp.fc2": Row(),
         "head": Head(),
     }
-    return Plan(table, config.vocab_size, lambda _: links(config), vocab_multiple)
+    return Plan(table, config.vocab_size, lambda _: links(config), vocab_multiple, gives_up_logits=True)
 
 
 def links(config: GPTConfig) -> list[Link]:

@@ -62,7 +62,7 @@ def plan(model: nn.Module) -> Plan:
         "transformer.h.*.mlp.dropout": KeyedDropout(),
         "lm_head": Head(),
     }
-    return Plan(table, config.vocab_size, links)
+    return Plan(table, config.vocab_size, links, gives_up_logits=True)
 
 
 def links(model: nn.Module) -> list[Link]:

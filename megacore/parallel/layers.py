@@ -108,7 +108,7 @@ class ColumnParallelLinear(Sharded):
         self.transposed, self.sequence_parallel, self.sequence_dim = transposed, sequence_parallel, sequence_dim
         self.pieces = tuple(pieces) if pieces is not None else even_pieces(out_features, group)
         self.local = padded or _width(self.pieces[group.index])
-        if self.local == 0:
+        if padded is None and not all(map(_width, self.pieces)):  # on every rank, not only where nothing is left
             raise ValueError(
                 f"tp={group.size} is more than out_features={out_features}: some rank has none; choose a smaller tp"
             )
@@ -204,7 +204,7 @@ class RowParallelLinear(Sharded):
         self.transposed, self.sequence_parallel, self.sequence_dim = transposed, sequence_parallel, sequence_dim
         self.pieces = tuple(pieces) if pieces is not None else even_pieces(in_features, group)
         self.local = _width(self.pieces[group.index])
-        if self.local == 0:
+        if not all(map(_width, self.pieces)):
             raise ValueError(
                 f"tp={group.size} is more than in_features={in_features}: some rank has none; choose a smaller tp"
             )

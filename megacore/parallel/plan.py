@@ -40,7 +40,7 @@ class Site:
     name: str
     group: Group
     plan: Plan
-    streams: Streams | None
+    streams: Streams
 
 
 class Style(Protocol):
@@ -208,10 +208,6 @@ class KeyedDropout:
     def apply(self, module: nn.Module, site: Site) -> nn.Module:
         if module.p == 0:
             return module
-        if site.streams is None:
-            raise ValueError(
-                f"p={module.p} needs masks that no layout changes; give parallelize streams=Streams(seed), or set p=0"
-            )
         return Dropout(module.p, site.streams, site.name)
 
 
@@ -228,7 +224,8 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Link:
-    """One piece of the model's forward that a pipeline stage can hold: the modules it owns, and how it runs them."""
+    """One piece of the model's forward that a pipeline stage can hold: the modules (and parameters) that it owns,
+    by name, and how it runs them."""
 
     modules: tuple[str, ...]
     run: Callable[[nn.Module, Tensors, MicroBatch], Tensors]
@@ -244,6 +241,7 @@ class Plan:
     vocab_size: int
     chain: Callable[[nn.Module], list[Link]] | None = None
     vocab_multiple: int = 1  # rows of every vocabulary shard are padded to a multiple of this
+    gives_up_logits: bool = False  # they come straight from the head, so the loss's gradient may be written over them
 
 
 def _matches(pattern: str, names: list[str]) -> list[str]:
@@ -254,9 +252,12 @@ def _matches(pattern: str, names: list[str]) -> list[str]:
 def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, streams: Streams | None = None) -> nn.Module:
     """Replace the modules that the plan's table names by their parallel forms, in place; returns the model.
 
-    Weights are cut from the model's own; tied parameters stay tied. Raises ValueError for a row that matches nothing (a
-    misspelt name would leave a layer whole and right, but slow) and for sizes that cannot be split. No communication.
+    Weights are cut from the model's own; tied parameters stay tied. `streams` (default: the model's own, or new ones of
+    seed 0) are what keyed dropouts draw from: to train with them, run the model inside `with streams.at(batch):`.
+    Raises ValueError for a row that matches nothing (a misspelt name would leave a layer whole and right, but slow) and
+    for sizes that cannot be split. No communication.
     """
+    streams = streams or getattr(model, "streams", None) or Streams()
     names = [name for name, _ in model.named_modules()]
     tied = tied_names(model)
     for pattern, style in plan.table.items():
@@ -272,6 +273,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, streams: Streams | Non
             except ValueError as err:
                 raise ValueError(f"{name}: {err}") from None
             if new is not old:
+                new.train(old.training)
                 model.set_submodule(name, new)
     for first, *others in tied:
         for other in others:

@@ -111,6 +111,11 @@ def unit_range(units: int, parts: int, index: int, width: int = 1) -> Range:
     return start * width, stop * width
 
 
+def divisors(n: int) -> list[int]:
+    """What an error about divisibility offers."""
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
 def head_pieces(heads: int, kv_heads: int, parts: int, index: int) -> tuple[Range, Range, bool]:
     """(query heads, KV heads, first holder of those KV heads) of a rank.
 
@@ -119,8 +124,7 @@ def head_pieces(heads: int, kv_heads: int, parts: int, index: int) -> tuple[Rang
     not divide the query heads.
     """
     if heads % kv_heads:
-        divisors = [k for k in range(1, heads + 1) if heads % k == 0]
-        raise ValueError(f"kv_heads={kv_heads} does not divide heads={heads}; choose one of {divisors}")
+        raise ValueError(f"kv_heads={kv_heads} does not divide heads={heads}; choose one of {divisors(heads)}")
     if parts > heads:
         raise ValueError(f"tp={parts} is more than heads={heads}: a rank would have no head; choose tp <= {heads}")
     group = heads // kv_heads

@@ -32,14 +32,18 @@ class Stage(nn.Module):
         return tensors
 
 
+def logits_of(output: object) -> Tensor:
+    """Plain models return logits, Hugging Face's an object that has them."""
+    return getattr(output, "logits", output)
+
+
 def chain_of(model: nn.Module, plan: Plan) -> list[Link]:
     """The plan's links; a plan without a chain has one link, the whole model, called as model(ids)."""
     if plan.chain is not None:
         return plan.chain(model)
 
     def run(whole: nn.Module, _: dict[str, Tensor], batch: MicroBatch) -> dict[str, Tensor]:
-        out = whole(batch.ids)
-        return {"logits": getattr(out, "logits", out)}
+        return {"logits": logits_of(whole(batch.ids))}
 
     return [Link(("",), run)]
 
@@ -67,13 +71,17 @@ def cut(
                 model.get_submodule(parent)._modules[leaf] = None
             except AttributeError:  # its parent went already
                 continue
+    for name in [n for n, _ in model.named_parameters(remove_duplicate=False)]:
+        if stage_of[name] != index:  # a parameter of a module that several stages hold
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = None
     return Stage(model, [links[i] for i in keep[index]], streams)
 
 
 def _home(name: str, home: dict[str, int]) -> int:
-    found = [stage for module, stage in home.items() if module == "" or name.startswith(f"{module}.")]
+    found = [stage for module, stage in home.items() if module == "" or name == module or name.startswith(f"{module}.")]
     if not found:
-        raise ValueError(f"parameter {name} belongs to no link of the plan's chain; add its module to a link")
+        raise ValueError(f"parameter {name} belongs to no link of the plan's chain; add it or its module to one")
     return found[0]
 
 

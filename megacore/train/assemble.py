@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from megacore.models import gpt
 from megacore.parallel.plan import Plan
@@ -31,8 +31,3 @@ def family(model: ModelSettings, seed: int) -> Family:
         tied=model.tied,
     )  # fmt: skip
     return Family(lambda: gpt.GPT(sizes, seed), gpt.plan(sizes), gpt.initialise(sizes), gpt.flops_per_token(sizes))
-
-
-def logits_of(output: object) -> Tensor:
-    """Plain models return logits, Hugging Face's an object that has them."""
-    return getattr(output, "logits", output)

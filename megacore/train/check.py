@@ -3,6 +3,7 @@ value, rule, remedy."""
 
 from __future__ import annotations
 
+from megacore.parallel.record import divisors
 from megacore.train.config import Settings
 
 MODELS = ("gpt",)
@@ -10,10 +11,6 @@ SCHEDULES = ("1f1b", "gpipe")
 PRECISIONS = ("fp32", "bf16", "fp64")
 DEVICES = ("auto", "cpu", "cuda")
 ACTIVATIONS = ("tanh", "erf")
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def check(settings: Settings, world: int) -> None:

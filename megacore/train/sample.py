@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megacore.parallel.plan import tied_names
+from megacore.parallel.stage import logits_of
 from megacore.train import checkpoint
-from megacore.train.assemble import family, logits_of
+from megacore.train.assemble import family
 from megacore.train.config import ModelSettings, from_tree
 from megacore.train.data import tokenizer as bpe
 from megacore.train.precision import precision

@@ -153,7 +153,7 @@ class TrainStep:
                 group=group,
                 multiple=plan.vocab_multiple,
                 reduction="sum",
-                inplace_backward=True,
+                inplace_backward=plan.gives_up_logits,
             )
             return total / max(
                 valid, 1

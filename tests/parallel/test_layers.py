@@ -305,10 +305,17 @@ def test_a_copy_has_its_own_storage_and_keeps_its_records():
         (lambda g: ColumnParallelLinear(4, 8, group=g, skip_bias_add=True, activation="tanh"), "skip_bias_add=True"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused(make, words):
+@pytest.mark.parametrize("index", [0, 1])
+def test_sizes_that_cannot_work_are_refused_on_every_rank(make, words, index):
     with pytest.raises(ValueError, match=words) as caught:
-        make(Group((0, 1), 1))
+        make(Group((0, 1), index))
     assert "\n" not in str(caught.value)
+
+
+def test_replacements_keep_training_or_eval_mode():
+    model = Sandwich().eval()
+    parallelize(model, Mesh(), SANDWICH)
+    assert not any(m.training for m in model.modules())
 
 
 def test_a_plan_row_that_matches_nothing_is_refused():
