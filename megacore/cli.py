@@ -234,12 +234,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return COMMANDS[command](rest)
-    except (ValueError, FileNotFoundError) as error:
+    except BrokenPipeError:
+        return 1
+    except (ValueError, OSError) as error:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         print(f"megacore {command}: {rank}error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        return 1
 
 
 def _usage() -> str:

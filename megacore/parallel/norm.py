@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megacore.comm.collectives import all_reduce_
 from megacore.comm.mesh import Mesh
 from megacore.parallel.data import GradBuffers
 from megacore.parallel.record import ParamRecord
@@ -30,9 +30,7 @@ def global_norm(buffers: GradBuffers, recs: Mapping[str, ParamRecord], mesh: Mes
     squares = _squares(counted, buffers.device)
     found_inf = ~torch.isfinite(squares + _squares(others, buffers.device))
     packed = torch.stack([squares, found_inf.double()])
-    if mesh.model.size > 1:
-        dist.all_reduce(packed, group=mesh.model.pg)
-    total, found = packed.tolist()
+    total, found = all_reduce_(packed, mesh.model).tolist()
     finite = found == 0
     norm = torch.tensor(total, dtype=torch.float64).sqrt()
     return (norm if finite else torch.full_like(norm, torch.inf)), finite

@@ -88,6 +88,15 @@ def _check_model(settings: Settings) -> None:
         raise ValueError(
             f"parallel.tp={p.tp} is more than model.heads={m.heads}, heads stay whole; choose parallel.tp <= {m.heads}"
         )
+    ffn = m.ffn or 4 * m.hidden
+    if p.tp > ffn:
+        raise ValueError(
+            f"parallel.tp={p.tp} is more than model.ffn={ffn}: some rank has none; choose parallel.tp <= {ffn}"
+        )
+    if m.vocab_size and p.tp > m.vocab_size:
+        raise ValueError(
+            f"parallel.tp={p.tp} is more than model.vocab_size={m.vocab_size}: some rank has none; choose a smaller tp"
+        )
     links = m.layers + 2  # embedding, blocks, head: what stages are cut from
     if p.pp > links:
         raise ValueError(

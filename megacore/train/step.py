@@ -130,11 +130,15 @@ class TrainStep:
         return StepResult(loss, info.norm, info.skipped, seconds)
 
     def _waits(self) -> dict[str, float]:
-        """Seconds that this rank has waited for others so far: tensor-parallel peers, stages, replicas."""
+        """Seconds that this rank has waited for others so far: tensor-parallel peers, stages, replicas.
+
+        A stage that is done early waits for the others in the norm's all-reduce, so that counts as pipeline. The one
+        exchange inside the loss operator is not seen here: it counts as compute.
+        """
         return {
             "tensor": self.mesh.tp.waited[0],
-            "pipeline": self.executor.wait_seconds,
-            "data_parallel": self.buffers.wait_seconds,
+            "pipeline": self.executor.wait_seconds + self.mesh.model.waited[0],
+            "data_parallel": self.buffers.wait_seconds + self.mesh.world.waited[0],
         }
 
     def evaluate(self, microbatches: Sequence[MicroBatch], valid: int) -> float:
