@@ -27,7 +27,8 @@ def family(model: ModelSettings, seed: int) -> Family:
     """The family that `model.kind` names."""
     sizes = gpt.GPTConfig(
         layers=model.layers, hidden=model.hidden, heads=model.heads, vocab_size=model.vocab_size,
-        seq_length=model.seq_length, ffn=model.ffn or None, dropout=model.dropout, activation=model.activation,
+        seq_length=model.seq_length, ffn=model.ffn or None, kv_heads=model.kv_heads or None, dropout=model.dropout,
+        activation=model.activation,
         tied=model.tied,
     )  # fmt: skip
     return Family(lambda: gpt.GPT(sizes, seed), gpt.plan(sizes), gpt.initialise(sizes), gpt.flops_per_token(sizes))

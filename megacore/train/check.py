@@ -40,6 +40,7 @@ def _check_ranges(settings: Settings) -> None:
         0,
         {
             "model.ffn": m.ffn,
+            "model.kv_heads": m.kv_heads,
             "model.vocab_size": m.vocab_size,
             "run.seed": r.seed,
             "run.sample_tokens": r.sample_tokens,
@@ -84,15 +85,17 @@ def _check_model(settings: Settings) -> None:
         raise ValueError(
             f"model.heads={m.heads} does not divide model.hidden={m.hidden}; choose one of {divisors(m.hidden)}"
         )
+    if m.kv_heads and m.heads % m.kv_heads:
+        raise ValueError(
+            f"model.kv_heads={m.kv_heads} does not divide model.heads={m.heads}; choose one of {divisors(m.heads)}"
+        )
     if p.tp > m.heads:
         raise ValueError(
             f"parallel.tp={p.tp} is more than model.heads={m.heads}, heads stay whole; choose parallel.tp <= {m.heads}"
         )
     ffn = m.ffn or 4 * m.hidden
     if p.tp > ffn:
-        raise ValueError(
-            f"parallel.tp={p.tp} is more than model.ffn={ffn}: some rank has none; choose parallel.tp <= {ffn}"
-        )
+        raise ValueError(f"parallel.tp={p.tp} is more than model.ffn={ffn}; choose parallel.tp <= {ffn}")
     if m.vocab_size and p.tp > m.vocab_size:
         raise ValueError(
             f"parallel.tp={p.tp} is more than model.vocab_size={m.vocab_size}: some rank has none; choose a smaller tp"

@@ -25,6 +25,7 @@ ALIASES = {
     "num_layers": "model.layers",
     "hidden_size": "model.hidden",
     "num_attention_heads": "model.heads",
+    "num_query_groups": "model.kv_heads",
     "ffn_hidden_size": "model.ffn",
     "learning_rate": "optim.lr",
     "padded_vocab_size": "model.vocab_size",
@@ -51,6 +52,7 @@ class ModelSettings:
     layers: int = 4  # Transformer blocks
     hidden: int = 128  # features of the residual stream
     heads: int = 4  # attention heads
+    kv_heads: int = 0  # key and value heads, shared by groups of query heads; 0: as many as `heads`
     ffn: int = 0  # features inside the MLP; 0: 4 * hidden
     vocab_size: int = 0  # true number of tokens; 0: the tokenizer's
     seq_length: int = 128  # tokens in a sample
@@ -134,10 +136,6 @@ class Settings:
     @property
     def last_step(self) -> int:
         return min(self.run.steps, self.run.stop_at) if self.run.stop_at else self.run.steps
-
-    def micro_batches(self) -> int:
-        """Micro-batches of one rank in one step."""
-        return self.data.global_batch // (self.parallel.dp * self.data.micro_batch)
 
     def serial(self) -> Settings:
         """The same run on one process: same batches, same micro-batch size, layout 1x1x1."""
