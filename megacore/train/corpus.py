@@ -15,8 +15,8 @@ from megacore.train.data.order import Order
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training samples in the order of the seed; validation samples from the first, in file order, at every
-    evaluation."""
+    """Training samples in the order of the seed. Validation samples in a shuffled order of their own, from its first at
+    every evaluation: the same ones each time, in every run, and spread over all files held out."""
 
     train: Dataset
     valid: Dataset | None
@@ -42,7 +42,7 @@ class Corpus:
 
     def held_out(self) -> Corpus | None:
         """The validation samples as a corpus of their own."""
-        return None if self.valid is None else Corpus(self.valid, None, shuffle=False)
+        return None if self.valid is None else Corpus(self.valid, None)
 
 
 def open_corpus(settings: Settings) -> Corpus:

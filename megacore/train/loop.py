@@ -202,7 +202,7 @@ class Loop:
     # ---- evaluation
 
     def evaluate(self) -> None:
-        """Mean loss over the first `run.eval_steps` global batches of the validation samples: the same ones each
+        """Mean loss over `run.eval_steps` global batches of the validation samples: the same ones each
         time."""
         if self.corpus.valid is None or not self.settings.run.eval_steps or (self.valid and self.valid[0] == self.done):
             return
