@@ -162,7 +162,7 @@ def test_sigterm_under_torchrun_saves_and_ends_with_0(tmp_path, data):
         if line.startswith("step 3/"):
             job.send_signal(signal.SIGTERM)
             break
-    rest, _ = job.communicate(timeout=120)
+    rest, _ = job.communicate(timeout=60)
     assert job.returncode == 0, "".join(said) + rest
     assert "asked to stop" in rest and "saved" in rest
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -183,9 +183,9 @@ def test_a_failure_under_torchrun_shows_its_cause_first(tmp_path, data):
     (copy / "train.bin").write_bytes(spoilt.tobytes())
     began = time.monotonic()
     job = started("train", config(tmp_path, copy, steps=100), "--nproc", "2")
-    said, _ = job.communicate(timeout=120)
+    said, _ = job.communicate(timeout=60)
     assert job.returncode not in (0, None), said
     assert re.search(r"rank \d failed: .*60000", said), said
     assert said.index("60000") < (said.find("stops: rank") if "stops: rank" in said else len(said)), said
-    assert time.monotonic() - began < 120
+    assert time.monotonic() - began < 60
     assert not os.path.exists(tmp_path / "run/report.json")

@@ -13,7 +13,6 @@ with a group are collective over it, and an error of one rank is raised on all. 
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import time
 import warnings
@@ -35,7 +34,6 @@ from megacore.train.logical import LoadPlanner, LogicalTensor, SavePlanner, shar
 from megacore.train.manifest import dtype_of, read_metadata
 from megacore.train.storage import SafetensorsReader, SafetensorsWriter, verify_file
 
-LOG = logging.getLogger(__name__)
 REMEDY = "give a directory on a filesystem that all hosts share"
 
 
@@ -121,7 +119,7 @@ def find(directory: str | Path, *, group: Group = SOLO, step: int | None = None,
     """The newest valid checkpoint in `directory` (or checkpoint `step`), the same on every rank; None if none was ever
     committed.
 
-    Logs and returns one line for each one passed over. `verify` reads all files, shared out over the ranks, and
+    Returns one line for each one passed over, in `skipped`. `verify` reads all files, shared out over the ranks, and
     compares their checksums; without it only metadata.json is read. If checkpoints were committed but none is valid,
     raises CheckpointError: to start afresh in silence would lose them.
     """
@@ -138,9 +136,7 @@ def find(directory: str | Path, *, group: Group = SOLO, step: int | None = None,
         except CheckpointError as error:
             skipped.append(str(error))
             continue
-        _log(group, skipped)
         return Found(path, body["step"], body["extra"], body, tuple(skipped))
-    _log(group, skipped)
     if committed:
         raise CheckpointError(f"no checkpoint in {directory} can be loaded: {'; '.join(skipped)}")
     return None
@@ -161,11 +157,6 @@ def load(
     together(group, f"{found.path} is of another model", lambda: _check_model(found, tensors, asked, model))
     reader = SafetensorsReader(found.path, found.body)
     _planned(group, f"cannot load {found.path}", dcp.load, dict(tensors), storage_reader=reader, planner=LoadPlanner())
-
-
-def read_extra(found: Found) -> dict[str, Any]:
-    """What `save` was given as `extra`."""
-    return found.extra
 
 
 def read_full(found: Found, names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -232,11 +223,6 @@ def _valid(path: Path, group: Group, verify: bool) -> dict[str, Any]:
         raise CheckpointError(f"{path}: ranks read different files under this name; {REMEDY}")
     together(group, path.name, check)
     return body
-
-
-def _log(group: Group, skipped: list[str]) -> None:
-    for line in skipped if group.index == 0 else ():
-        LOG.warning("checkpoint skipped: %s", line)
 
 
 def _planned(group: Group, what: str, call: Callable, tensors: dict[str, LogicalTensor], **kwargs: Any) -> None:

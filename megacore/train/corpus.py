@@ -37,8 +37,20 @@ class Corpus:
 
     @property
     def source_hash(self) -> str:
-        """Of the texts the training data was made from; empty where it is not known."""
-        return str(getattr(getattr(self.train, "data", None), "meta", {}).get("source_hash", ""))
+        """Of the texts that the training data was made from; empty where it is not known."""
+        return self._meta("source_hash")
+
+    @property
+    def tokenizer_hash(self) -> str:
+        return self._meta("tokenizer_hash")
+
+    @property
+    def tokens(self) -> int:
+        """Of the training data; 0 where they are not stored."""
+        return int(getattr(getattr(self.train, "data", None), "num_tokens", 0))
+
+    def _meta(self, key: str) -> str:
+        return str(getattr(getattr(self.train, "data", None), "meta", {}).get(key, ""))
 
     def held_out(self) -> Corpus | None:
         """The validation samples as a corpus of their own."""

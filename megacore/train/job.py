@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megacore.comm.mesh import Mesh
-from megacore.train.agreement import by_first, together
+from megacore.train import checkpoint
+from megacore.train.agreement import CheckpointError, by_first, together
 from megacore.train.assemble import family
 from megacore.train.config import Settings
 from megacore.train.corpus import Corpus
@@ -26,6 +28,8 @@ from megacore.train.resume import check_files
 from megacore.train.sample import continue_text
 from megacore.train.step import TrainStep
 from megacore.train.timers import PARTS
+
+SAMPLED_PARAMETERS = 200_000_000  # up to here the closing report has a sample of text
 
 
 def run(settings: Settings, place: Place, fresh: bool = False) -> int:
@@ -82,7 +86,7 @@ def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.devic
         mesh = Mesh.build(settings.parallel.layout())
         out = Path(settings.run.out)
         if fresh:
-            _set_aside(out, mesh, console)
+            _set_aside(out, Path(settings.data.dir), mesh, console)
         model = family(settings.model, settings.run.seed)
         trainer = TrainStep(
             model.build, model.plan, mesh, seed=settings.run.seed, precision=settings.run.precision,
@@ -102,7 +106,7 @@ def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.devic
         elif mesh.rank == 0 and not outcome.stopped:
             console.print(
                 f"the run in {out} is complete at step {outcome.done}; raise run.steps, or start anew with --fresh",
-                highlight=False, soft_wrap=True,
+                highlight=False, markup=False, soft_wrap=True,
             )  # fmt: skip
         _leave(mesh)
     return 0
@@ -115,12 +119,15 @@ def _leave(mesh: Mesh) -> None:
         dist.destroy_process_group()
 
 
-def _set_aside(out: Path, mesh: Mesh, console: Console) -> None:
-    """--fresh: an earlier run in the folder gets another name; nothing is deleted."""
+def _set_aside(out: Path, data: Path, mesh: Mesh, console: Console) -> None:
+    """--fresh: an earlier run in the folder gets another name; nothing is deleted, and the data stays in its place."""
 
     def move() -> str:
-        kept = ("data",)  # `make train` keeps the data of a run inside its folder
-        old = [p for p in out.iterdir() if p.name not in kept] if out.is_dir() else []
+        here = out.resolve()
+        if data.resolve() == here:
+            raise CheckpointError(f"data.dir={str(data)!r} is run.out and would be moved; give another run.out")
+        # `make train` keeps the data of a run inside its folder
+        old = [p for p in out.iterdir() if not data.resolve().is_relative_to(here / p.name)] if out.is_dir() else []
         if not old:
             return ""
         number = 1 + max(
@@ -134,7 +141,7 @@ def _set_aside(out: Path, mesh: Mesh, console: Console) -> None:
 
     moved = by_first(mesh.world, f"cannot move {out} aside", move)
     if moved and mesh.rank == 0:
-        console.print(f"--fresh: the earlier run is now {moved}", highlight=False, soft_wrap=True)
+        console.print(f"--fresh: the earlier run is now {moved}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _introduce(settings: Settings, console: Console) -> None:
@@ -143,7 +150,7 @@ def _introduce(settings: Settings, console: Console) -> None:
         f"{m.kind}: {m.layers} layers, hidden {m.hidden}, {m.heads} heads, vocabulary {m.vocab_size}, "
         f"sequence {m.seq_length}, {settings.run.precision}; tp {p.tp} x pp {p.pp} x dp {p.dp}, {p.schedule}, "
         f"global batch {d.global_batch} in micro-batches of {d.micro_batch}",
-        highlight=False, soft_wrap=True,
+        highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
     tokenizer = Path(d.dir) / "tokenizer.json"
     if tokenizer.is_file():
@@ -192,6 +199,7 @@ def _close(
         split={part: sum(r[part] for r in ranks) / len(ranks) for part in PARTS},
         peak_memory=max(r["memory"] for r in ranks), memory_sum=sum(r["memory"] for r in ranks),
         train_loss=outcome.train_loss, valid_loss=outcome.valid_loss, vocab_size=settings.model.vocab_size,
+        averaged=len(loop.losses),
     )  # fmt: skip
 
 
@@ -200,14 +208,32 @@ def _resident() -> float:
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _report(settings: Settings, closing: Closing, out: Path, console: Console) -> None:
-    tokenizer = out / "tokenizer.json"
-    if settings.run.sample_tokens and tokenizer.is_file():
+def _add_sample(settings: Settings, closing: Closing, out: Path) -> None:
+    """Text from the last checkpoint, on this process alone while the others wait: only of a model that is small enough,
+    and whatever goes wrong with it, the run is done and has its report."""
+    tokenizer, found = out / "tokenizer.json", checkpoint.find(out / "checkpoints", verify=False)
+    size = sum(prod(s) for name, s in found.shapes.items() if name.startswith("model/")) if found else 0
+    if not tokenizer.is_file() or size > SAMPLED_PARAMETERS:
+        why = f"{size:,} parameters are too many for one process" if tokenizer.is_file() else f"there is no {tokenizer}"
+        closing.notes.append(f"no sample: {why}; see megacore sample")
+        return
+    try:
         closing.sample = continue_text(
             out / "checkpoints", settings.run.sample_prompt, tokens=settings.run.sample_tokens, tokenizer=tokenizer
         )
+    except Exception as error:
+        closing.notes.append(f"no sample: {type(error).__name__}: {error}")
+
+
+def _report(settings: Settings, closing: Closing, out: Path, console: Console) -> None:
     write_report(out / "report.json", closing)
+    if settings.run.sample_tokens:
+        _add_sample(settings, closing, out)
+        write_report(out / "report.json", closing)
     print_report(console, closing)
     console.print(
-        f"written: {out}/metrics.jsonl, tensorboard, report.json, checkpoints", highlight=False, soft_wrap=True
+        f"written: {out}/metrics.jsonl, tensorboard, report.json, checkpoints",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
     )

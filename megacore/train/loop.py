@@ -49,6 +49,9 @@ class Step(Protocol):
     def loaded(self, steps: int) -> None: ...
 
 
+PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}  # paths and messages, not rich's markup
+
+
 @dataclass
 class Outcome:
     """How the loop ended."""
@@ -92,9 +95,9 @@ class Loop:
             self.trainer.loaded(found.extra["optimizer_steps"])
         self.done = self.saved = found.step
         if self.writes:
-            self.console.print(f"resumed from {found.path} at step {found.step}", highlight=False, soft_wrap=True)
+            self.console.print(f"resumed from {found.path} at step {found.step}", **PLAIN)
             for line in found.skipped:
-                self.console.print(f"checkpoint skipped: {line}", highlight=False, soft_wrap=True)
+                self.console.print(f"checkpoint skipped: {line}", **PLAIN)
 
     def save(self) -> None:
         if self.saved == self.done:
@@ -202,8 +205,8 @@ class Loop:
     # ---- evaluation
 
     def evaluate(self) -> None:
-        """Mean loss over `run.eval_steps` global batches of the validation samples: the same ones each
-        time."""
+        """Mean loss over `run.eval_steps` whole global batches of the validation samples, or over all of these where
+        they are fewer than one batch: the same ones each time."""
         if self.corpus.valid is None or not self.settings.run.eval_steps or (self.valid and self.valid[0] == self.done):
             return
         with self.timers.measure("evaluation"):
@@ -217,7 +220,7 @@ class Loop:
         total, counted, consumed = 0.0, 0, 0
         for _ in range(self.settings.run.eval_steps):
             here = min(size, samples - consumed)
-            if here < self.mesh.dp.size:  # the rest of the samples is too few to give every rank one
+            if here < size and consumed:  # a rule without dp in it: the loss must not depend on the layout
                 break
             valid = held_out.counted(consumed, here)
             batch = held_out.batch(consumed, here, **self._rank(self.settings.data.micro_batch), step=self.done)

@@ -150,6 +150,7 @@ class Closing:
     train_loss: float
     valid_loss: float | None
     vocab_size: int
+    averaged: int  # steps in the training loss; those before a resume count
     sample: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -192,7 +193,7 @@ def print_report(console: Console, closing: Closing) -> None:
         "peak memory",
         f"{closing.peak_memory / 2**20:,.0f} MiB (largest rank), {closing.memory_sum / 2**20:,.0f} MiB in all",
     )
-    table.add_row("training loss", f"{closing.train_loss:.4f} (mean of the last {min(WINDOW, closing.steps)} steps)")
+    table.add_row("training loss", f"{closing.train_loss:.4f} (mean of the last {closing.averaged} steps)")
     if closing.valid_loss is not None:
         top = math.log(closing.vocab_size)
         share = 100 * closing.valid_loss / top

@@ -26,6 +26,8 @@ def data_of(settings: Settings, corpus: Corpus) -> dict[str, Any]:
         "run.seed": settings.run.seed,
         "samples": len(corpus.train),
         "source_hash": corpus.source_hash,
+        "tokenizer_hash": corpus.tokenizer_hash,
+        "tokens": corpus.tokens,
     }
 
 

@@ -175,12 +175,15 @@ class TrainStep:
 
     def logical(self) -> dict[str, LogicalTensor]:
         """What a checkpoint holds: parameters under model/, masters and moments under optim/."""
-        states = {name: self.optimizer.state(name) for name in self.buffers.slots}
-        parts = {
-            key: describe("optim", self.recs, {name: state[key] for name, state in states.items()}, key)
-            for key in next(iter(states.values()), {})
-        }
-        return describe("model", self.recs, self.params) | {k: v for part in parts.values() for k, v in part.items()}
+        tensors = describe("model", self.recs, self.params)
+        parts: dict[str, dict[str, Tensor]] = {}
+        for name in self.buffers.slots:
+            for key, value in self.optimizer.state(name).items():
+                if key != "master" or value.dtype != self.params[name].dtype:  # else the parameter is its own master
+                    parts.setdefault(key, {})[name] = value
+        for key, local in parts.items():
+            tensors |= describe("optim", self.recs, local, key)
+        return tensors
 
     def loaded(self, steps: int) -> None:
         """Call once the tensors of `logical` were filled from a checkpoint."""

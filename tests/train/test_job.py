@@ -3,6 +3,7 @@ all."""
 
 import json
 import random
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from megacore.train.data.prepare import prepare
 from megacore.train.metrics import read
 from tests.train.jobs import JobServer
 
-TP_DP, TP_PP, PP4 = ("tp=2", "dp=2"), ("tp=2", "pp=2"), ("pp=4",)
+TP_DP, TP_PP, PP4, ALL = ("tp=2", "dp=2"), ("tp=2", "pp=2"), ("pp=4",), ("tp=2", "pp=2", "dp=2")
 TOML = """
 [model]
 layers = 4
@@ -78,13 +79,13 @@ def losses(out: Path) -> dict[int, float]:
 
 def whole(jobs, config, tmp_path, layout, name="whole", **run) -> dict[int, float]:
     """The losses of a run that nothing interrupts."""
-    world = 4 if layout else 1
+    world = prod(int(axis[-1]) for axis in layout)
     ended = jobs.run(world, "train", config, *options(layout, tmp_path / name, **run))
     assert ended.codes == [0] * world, ended.output
     return losses(tmp_path / name)
 
 
-@pytest.mark.parametrize("layout", [TP_DP, TP_PP, PP4], ids="-".join)
+@pytest.mark.parametrize("layout", [TP_DP, TP_PP, PP4, ALL], ids="-".join)
 def test_losses_equal_those_of_one_process(jobs, config, tmp_path, layout):
     parallel = whole(jobs, config, tmp_path, layout)
     ended = jobs.run(1, "train", config, "--nproc", "1", *options(layout, tmp_path / "serial"))

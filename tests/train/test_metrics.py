@@ -71,7 +71,8 @@ def closing(**changes: object) -> Closing:
         "steps": 10, "tokens": 5000, "seconds": 2.0, "flops_per_token": 4e6, "peak_flops": 1e11,
         "peak_source": "a table",
         "split": {"compute": 1.5, "tensor": 0.25, "pipeline": 0.25, "other": 0.0}, "peak_memory": 2**20,
-        "memory_sum": 2**22, "train_loss": 3.0, "valid_loss": 2.0, "vocab_size": 4096, "sample": "def [bold]f():",
+        "memory_sum": 2**22, "train_loss": 3.0, "valid_loss": 2.0, "vocab_size": 4096,
+        "averaged": 10, "sample": "def [bold]f():",
     }  # fmt: skip
     return Closing(**{**values, **changes})
 

@@ -94,16 +94,6 @@ def test_consumed_is_the_sum_of_the_batch_sizes(ramp, final, steps):
     assert consumed_after(steps, final, ramp) == consumed
 
 
-def test_validation_restarts_and_leaves_training_alone():
-    """Evaluation every 2 steps reads the same validation samples from 0 and moves no training sample."""
-    train, seen = [], []
-    for step in range(STEPS):
-        train.append(Order(SAMPLES, 5).indices(step * GLOBAL, GLOBAL).tolist())
-        if step % 2:
-            seen.append([Order(7, 0, shuffle=False).indices(k, 3).tolist() for k in (0, 3)])
-    assert train == log(0, STEPS, 1, True) and all(s == [[0, 1, 2], [3, 4, 5]] for s in seen)
-
-
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 3000), st.integers(-(2**70), 2**70), st.integers(0, 40))
 def test_each_epoch_is_a_permutation(n, seed, epoch):
