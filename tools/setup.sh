@@ -61,11 +61,12 @@ install_torch() { # PYTHON
     fi
     echo "setup: installing torch"
     if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then
-        "$1" -m pip install -qq 'torch>=2.11'
+        "$1" -m pip install -qq numpy 'torch>=2.11'
     else
         # The plain name may be a CUDA build on Linux: ask for the CPU build by its full version first. Where pip does not
         # know torch's index of CPU builds, PIP_EXTRA_INDEX_URL names it.
-        "$1" -m pip install -qq "torch==$CPU_TORCH+cpu" 2>/dev/null || "$1" -m pip install -qq "torch==$CPU_TORCH"
+        "$1" -m pip install -qq numpy "torch==$CPU_TORCH+cpu" 2>/dev/null ||
+            "$1" -m pip install -qq numpy "torch==$CPU_TORCH"
     fi
     has_torch "$1" || die "torch did not install; install torch >= 2.11 into the environment by hand and run make again"
 }

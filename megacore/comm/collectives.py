@@ -17,8 +17,9 @@ may be uneven: pass `sizes`, one a rank. Inputs may have any strides. A group of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -26,6 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.comm.mesh import Group
+
+Move = Callable[[Tensor], Tensor]
 
 
 def split_sizes(n: int, parts: int) -> tuple[int, ...]:
@@ -114,91 +117,57 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | No
     return mine.movedim(0, dim).contiguous()
 
 
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
+class _Pair(torch.autograd.Function):
+    """y = there(x); dx = back(dy)."""
 
     @staticmethod
-    def backward(ctx, dy):
-        return _summed(dy, ctx.group), None
-
-
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        return _summed(x, group)
+    def forward(ctx, x: Tensor, there: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx, dy):
-        return dy, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(dy), None, None
 
 
-class _GatherFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim, sizes):
-        ctx.args = (group, dim, _sizes(x, group, dim, sizes, full=False))
-        return all_gather(x, *ctx.args)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _own(dy, *ctx.args), None, None, None
-
-
-class _ScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim, sizes):
-        ctx.args = (group, dim, _sizes(x, group, dim, sizes, full=True))
-        return _own(x, *ctx.args)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return all_gather(dy, *ctx.args), None, None, None
-
-
-class _GatherSeq(_GatherFrom):
-    @staticmethod
-    def backward(ctx, dy):
-        return _reduce_scatter(dy, *ctx.args), None, None, None
-
-
-class _ReduceScatterSeq(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim, sizes):
-        ctx.args = (group, dim, _sizes(x, group, dim, sizes, full=True))
-        return _reduce_scatter(x, *ctx.args)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return all_gather(dy, *ctx.args), None, None, None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)  # autograd wants another object where a function returns its input
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
     """Enter a tensor-parallel region: y = x; dx = sum over ranks of dy."""
-    return x if group.size == 1 else _CopyTo.apply(x, group)
+    return x if group.size == 1 else _Pair.apply(x, _same, partial(_summed, group=group))
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
     """Leave a tensor-parallel region: y = sum over ranks of x; dx = dy."""
-    return x if group.size == 1 else _ReduceFrom.apply(x, group)
+    return x if group.size == 1 else _Pair.apply(x, partial(_summed, group=group), _same)
 
 
 def gather_from(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """y = shards joined along dim; dx = own slice of dy (dy must be the same on every rank)."""
-    return x if group.size == 1 else _GatherFrom.apply(x, group, dim, sizes)
+    return _along(x, all_gather, _own, group, dim, sizes, full=False)
 
 
 def scatter_to(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """y = own slice of x along dim; dx = slices of dy joined."""
-    return x if group.size == 1 else _ScatterTo.apply(x, group, dim, sizes)
+    return _along(x, _own, all_gather, group, dim, sizes, full=True)
 
 
 def gather_seq(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """y = shards joined along dim; dx = own slice of the sum of dy over ranks."""
-    return x if group.size == 1 else _GatherSeq.apply(x, group, dim, sizes)
+    return _along(x, all_gather, _reduce_scatter, group, dim, sizes, full=False)
 
 
 def reduce_scatter_seq(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """y = own slice along dim of the sum of x over ranks; dx = slices of dy joined."""
-    return x if group.size == 1 else _ReduceScatterSeq.apply(x, group, dim, sizes)
+    return _along(x, _reduce_scatter, all_gather, group, dim, sizes, full=True)
+
+
+def _along(
+    x: Tensor, there: Callable, back: Callable, group: Group, dim: int, sizes: Sequence[int] | None, full: bool
+) -> Tensor:
+    if group.size == 1:
+        return x
+    where = {"group": group, "dim": dim, "sizes": _sizes(x, group, dim, sizes, full)}
+    return _Pair.apply(x, partial(there, **where), partial(back, **where))

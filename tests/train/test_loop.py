@@ -3,7 +3,6 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -15,24 +14,7 @@ from megacore.train.failure import StopRequest
 from megacore.train.logical import LogicalTensor
 from megacore.train.loop import Loop
 from megacore.train.step import StepResult
-
-
-class Numbered:
-    """Samples whose tokens are their own index."""
-
-    seq_length = 3
-
-    def __init__(self, n):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def pair(self, index):
-        return np.full(3, index), np.full(3, index)
-
-    def valid(self, index):
-        return 3
+from tests.train.numbered import Numbered
 
 
 class Recorder:

@@ -12,27 +12,10 @@ from hypothesis import strategies as st
 
 from megacore.train.data import Order, check_split, consumed_after, global_batch_size, micro_batches
 from megacore.train.data.order import mix, permute
+from tests.train.numbered import Numbered
 
 ROOT = Path(__file__).parents[3]
 SAMPLES, GLOBAL, STEPS, RAMP = 10, 4, 8, ((6, 2),)
-
-
-class Numbered:
-    """Samples that carry their own index."""
-
-    seq_length = 3
-
-    def __init__(self, n):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def pair(self, index):
-        return np.full(3, index), np.full(3, index)
-
-    def valid(self, index):
-        return 3
 
 
 def log(first, last, dp, shuffle, ramp=(), micro=1):
