@@ -142,6 +142,14 @@ def find(directory: str | Path, *, group: Group = SOLO, step: int | None = None,
     return None
 
 
+def continue_from(found: Found, *, group: Group = SOLO) -> list[str]:
+    """Later checkpoints than `found`, corrupt or abandoned, are renamed to `.skipped`: they no longer count towards
+    `keep`, and nothing is deleted. One line for each, on every rank. Collective; call it once `found` is loaded."""
+    what = f"cannot rename the checkpoints after {found.path}"
+    moved = by_first(group, what, lambda: commit.leave_behind(found.path.parent, found.step))
+    return [f"{path.name} is now {aside.name}; it counts no more towards those kept" for path, aside in moved]
+
+
 def load(
     found: Found, tensors: Mapping[str, LogicalTensor], *, group: Group = SOLO, model: Mapping[str, Any] | None = None
 ) -> None:

@@ -4,6 +4,7 @@
     step-00000020.saving-3f9c1a   being written, or left over from a save that was killed
     step-00000020.old             the step-00000020 that is being replaced; it counts only while step-00000020 is absent
     step-00000020.gone            being deleted
+    step-00000020.skipped         later than the one a run continued from; never found, counted or deleted
 
 A checkpoint is written in `.saving-*` and committed by one rename when every rank has finished. Replacing a step takes
 a second rename before it (the old one steps aside), and between the two the old one is still found, under `.old`. Only
@@ -77,11 +78,26 @@ def commit(path: Path, directory: Path, step: int) -> Path:
     return final
 
 
+def leave_behind(directory: Path, step: int) -> list[tuple[Path, Path]]:
+    """A run continues from `step`: whatever later one was committed is corrupt or of a run that was abandoned. It gets
+    another name, under which no listing finds it, so that it takes no good one's place among those kept. Nothing is
+    deleted. Returns (old, new) paths."""
+    moved = []
+    for at, suffix, path in entries(directory):
+        if at > step and suffix in ("", ".old"):
+            aside, number = path.with_name(f"{path.name}.skipped"), 1
+            while aside.exists():
+                aside, number = path.with_name(f"{path.name}.skipped-{number + 1}"), number + 1
+            os.rename(path, aside)
+            moved.append((path, aside))
+    return moved
+
+
 def retire(directory: Path, step: int, keep: int) -> list[Path]:
     """Delete the oldest committed checkpoints up to `step` beyond the newest `keep`; returns their paths.
 
     Later steps belong to a run that was left behind, or are corrupt: they are neither deleted nor counted, so that the
-    one just saved is never the victim."""
+    one just saved is never the victim. (A run that resumes moves them out of the way: leave_behind.)"""
     older = [path for at, suffix, path in entries(directory) if not suffix and at <= step]
     deleted = []
     for path in older[keep:]:

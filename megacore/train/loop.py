@@ -93,10 +93,11 @@ class Loop:
         with self.timers.measure("checkpoint"):
             checkpoint.load(found, self.trainer.logical(), group=self.mesh.world, model=model_of(self.settings))
             self.trainer.loaded(found.extra["optimizer_steps"])
+        left = checkpoint.continue_from(found, group=self.mesh.world)
         self.done = self.saved = found.step
         if self.writes:
             self.console.print(f"resumed from {found.path} at step {found.step}", **PLAIN)
-            for line in found.skipped:
+            for line in (*found.skipped, *left):
                 self.console.print(f"checkpoint skipped: {line}", **PLAIN)
 
     def save(self) -> None:

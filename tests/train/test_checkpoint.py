@@ -245,3 +245,40 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
     assert torch.equal(got["model/w"].local, want["model/w"].local)
     assert torch.equal(checkpoint.read_full(found)["model/w"], want["model/w"].local)
     assert {p.suffix for p in found.path.iterdir()} == {".json", ".safetensors"}
+
+
+def flip(path):
+    file = next(path.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+
+
+def names(folder):
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_a_corrupt_checkpoint_takes_no_good_ones_place(tmp_path):
+    """15 good, 20 corrupt: the run goes on from 15, passes 20, and still keeps two good ones."""
+    for step in (15, 20):
+        checkpoint.save(tmp_path, step, small(float(step)), {}, keep=2)
+    flip(tmp_path / "step-00000020")
+    found = checkpoint.find(tmp_path)
+    assert found.step == 15
+    lines = checkpoint.continue_from(found)
+    assert len(lines) == 1 and "step-00000020 is now step-00000020.skipped" in lines[0]
+    for step in (18, 22):
+        checkpoint.save(tmp_path, step, small(float(step)), {}, keep=2)
+    assert names(tmp_path) == ["step-00000018", "step-00000020.skipped", "step-00000022"]
+    flip(tmp_path / "step-00000022")
+    assert checkpoint.find(tmp_path).step == 18
+
+
+def test_what_is_later_than_the_step_resumed_from_is_renamed_and_kept(tmp_path):
+    for _ in range(2):  # the second time, the name is taken
+        checkpoint.save(tmp_path, 10, small(), {})
+        checkpoint.save(tmp_path, 30, small(), {})
+        checkpoint.continue_from(checkpoint.find(tmp_path, step=10))
+    checkpoint.save(tmp_path, 40, small(), {}, keep=1)
+    assert names(tmp_path) == ["step-00000030.skipped", "step-00000030.skipped-2", "step-00000040"]
+    assert checkpoint.continue_from(checkpoint.find(tmp_path)) == []
