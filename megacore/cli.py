@@ -170,7 +170,7 @@ def sample_main(argv: Sequence[str]) -> int:
 
     command = tyro.cli(SampleCommand, args=list(argv), prog="megacore sample")
     options = {f.name: getattr(command, f.name) for f in fields(command) if f.name not in ("checkpoint", "prompt")}
-    print(continue_text(command.checkpoint, command.prompt, **options))
+    print(continue_text(command.checkpoint, command.prompt, note=lambda line: print(line, file=sys.stderr), **options))
     return 0
 
 

@@ -60,9 +60,7 @@ class Corpus:
 def open_corpus(settings: Settings) -> Corpus:
     """FileNotFoundError or ValueError, one line, for a missing or truncated file, for data whose largest token id is
     outside the vocabulary, and for too little data."""
-    folder = Path(settings.data.dir)
-    if not settings.data.dir:
-        raise ValueError("data.dir is empty; give the folder that `megacore prepare TEXT --out DIR` wrote")
+    folder = check_data(settings)
     train = GPTDataset(folder / "train", settings.model.seq_length)
     check_vocabulary(train, settings.model.vocab_size)
     valid = None
@@ -77,15 +75,33 @@ def open_corpus(settings: Settings) -> Corpus:
     return Corpus(train, valid, settings.run.seed, settings.data.shuffle)
 
 
+def check_data(settings: Settings) -> Path:
+    """The data folder, or a one-line error when it is not what `megacore prepare` wrote."""
+    folder, remedy = Path(settings.data.dir), "run megacore prepare TEXT --out DIR and give that DIR"
+    if not settings.data.dir:
+        raise ValueError(f"data.dir is empty; {remedy}")
+    if not folder.is_dir():
+        raise ValueError(
+            f"data.dir={settings.data.dir!r} {'is a file' if folder.exists() else 'does not exist'}; {remedy}"
+        )
+    if not (folder / "train.idx").is_file():
+        raise ValueError(f"data.dir={settings.data.dir!r}: {folder / 'train.idx'} is missing; {remedy}")
+    return folder
+
+
 def with_vocabulary(settings: Settings) -> Settings:
     """model.vocab_size = 0 is replaced by the size of the tokenizer that the data was made with."""
     if settings.model.vocab_size:
         return settings
-    sidecar = Path(settings.data.dir) / "train.json"
+    sidecar = check_data(settings) / "train.json"
     try:
         size = int(json.loads(sidecar.read_text())["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = {FileNotFoundError: "is missing", KeyError: "has no vocab_size"}.get(
+            type(error), f"cannot be read ({error})"
+        )
         raise ValueError(
-            f"model.vocab_size=0 asks for the tokenizer's size, and {sidecar} does not say it; set model.vocab_size"
+            f"model.vocab_size=0 asks for the tokenizer's size, and {sidecar} {why}; "
+            "prepare the data again, or set model.vocab_size"
         ) from None
     return replace(settings, model=replace(settings.model, vocab_size=size))

@@ -124,7 +124,7 @@ def _report(error: BaseException, board: FailureBoard) -> None:
         if first is not None and first != board.rank:
             _say(f"rank {board.rank} stops: rank {first} failed ({_first_line(error)})")
             return
-        _say(f"rank {board.rank} lost a peer that ended without a word (killed?):\n{_trace(error)}")
+        _say(f"rank {board.rank} lost a peer that ended without a word (killed?) {_place(error)}: {_first_line(error)}")
     elif isinstance(error, KeyboardInterrupt):
         _say(f"rank {board.rank} interrupted")
     else:
@@ -139,6 +139,13 @@ def _say(text: str) -> None:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
+
+
+def _place(error: BaseException) -> str:
+    """Where in this package the peer was missed: should the guess be wrong, the line that raised is still named."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "megacore" in f.filename] or frames
+    return f"at {os.path.basename(ours[-1].filename)}:{ours[-1].lineno}" if ours else ""
 
 
 def _trace(error: BaseException) -> str:

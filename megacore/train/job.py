@@ -152,9 +152,9 @@ def _introduce(settings: Settings, console: Console) -> None:
         f"global batch {d.global_batch} in micro-batches of {d.micro_batch}",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
-    tokenizer = Path(d.dir) / "tokenizer.json"
-    if tokenizer.is_file():
-        shutil.copyfile(tokenizer, Path(settings.run.out) / "tokenizer.json")  # a checkpoint is of use without the data
+    tokenizer, copy = Path(d.dir) / "tokenizer.json", Path(settings.run.out) / "tokenizer.json"
+    if tokenizer.is_file() and not (copy.exists() and copy.samefile(tokenizer)):
+        shutil.copyfile(tokenizer, copy)  # a checkpoint is of use without the data
 
 
 def total_peak(settings: Settings, mesh: Mesh, place: Place, device: torch.device) -> tuple[float, str]:

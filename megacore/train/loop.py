@@ -126,6 +126,7 @@ class Loop:
     def run(self, stop: StopRequest) -> Outcome:
         """Train up to the last step, or until the ranks agree that one was asked to stop."""
         run, last, first = self.settings.run, self.settings.last_step, self.done
+        self.timers.begin()
         self.writers = Writers(self.out, first, run.tensorboard) if self.writes else None
         if first:
             self._recall()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,24 @@ def data_of(settings: Settings, corpus: Corpus) -> dict[str, Any]:
 def check_files(settings: Settings, fresh: bool) -> tuple[Settings, Corpus]:
     """Everything that reading files can find wrong, found before anything is sent; settings with the vocabulary filled
     in."""
+    check_folders(Path(settings.data.dir), Path(settings.run.out))
     settings = with_vocabulary(settings)
     corpus = open_corpus(settings)
     if not fresh:
         check_checkpoint(settings, corpus)
     return settings, corpus
+
+
+def check_folders(data: Path, out: Path) -> None:
+    """ValueError (one line) when a run cannot write to `out`."""
+    if out.exists() and data.exists() and out.samefile(data):
+        raise ValueError(f"run.out={str(out)!r} is data.dir; give a folder of its own for the run, as in {out}/run")
+    for folder in (out, out / "checkpoints"):
+        there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+        if not there.is_dir():
+            raise ValueError(f"run.out={str(out)!r}: {there} is a file; give another run.out")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(f"run.out={str(out)!r}: {there} is not writable; give another run.out")
 
 
 def check_checkpoint(settings: Settings, corpus: Corpus) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -72,14 +73,19 @@ def continue_text(
     top_k: int = 40,
     seed: int = 0,
     tokenizer: str | Path | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> str:
     """The prompt and its continuation. The tokenizer is the one given, else that of the run's folder, else the
-    data's."""
+    data's. `note` is told of each newer checkpoint that was passed over."""
     if tokens < 0 or temperature < 0 or top_k < 0:
         raise ValueError(
             f"tokens={tokens}, temperature={temperature}, top_k={top_k}: one is negative; give numbers >= 0"
         )
     found = open_checkpoint(path)
+    for line in found.skipped:
+        note(f"checkpoint skipped: {line}")
+    if found.skipped:
+        note(f"text from step {found.step}: {found.path}")
     model, settings = load_model(found)
     coder = bpe.load(tokenizer or _tokenizer_of(found))
     ids = coder.encode(prompt, add_special_tokens=False).ids or [bpe.end_of_document(coder)]
