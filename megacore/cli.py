@@ -77,18 +77,21 @@ def place_of(env: Mapping[str, str]) -> Place:
 
 
 def _parse_train(argv: Sequence[str]) -> TrainCommand:
-    args = [_full_name(a) for a in argv]
-    path = next((a for a in args if a.endswith(".toml")), None) or next(
-        (a for a in args[:1] if not a.startswith("-")), None
-    )
+    args = _flags([_full_name(a) for a in argv])
+    words = _words(args)
+    path = next((a for a in words if a.endswith(".toml")), None)
     base = config.load(path) if path else Settings()
     default = TrainCommand(**{f.name: getattr(base, f.name) for f in fields(Settings)})
     if path is None and not {"-h", "--help"} & set(args):
+        if words:
+            raise ValueError(f"CONFIG={words[0]!r} is no .toml file; for example: megacore train configs/stdlib.toml")
         raise ValueError("CONFIG is missing; for example: megacore train configs/stdlib.toml --nproc 8")
     command, unknown = tyro.cli(
         TrainCommand, args=args, default=default, prog="megacore train", return_unknown_args=True
     )
     for option in unknown:
+        if not option.startswith("-"):
+            raise ValueError(f"command line: unexpected argument {option!r}; options are --section.field VALUE")
         name = option.lstrip("-").split("=")[0].replace("-", "_")
         raise ValueError(f"command line: unknown field {name!r}; nearest valid name: {config.nearest(name)}")
     return command
@@ -99,6 +102,47 @@ def _full_name(argument: str) -> str:
     name, equals, value = argument.partition("=")
     full = ALIASES.get(name[2:].replace("-", "_")) if name.startswith("--") else None
     return f"--{full}{equals}{value}" if full else argument
+
+
+SWITCHES = {"fresh", *(name for name, kind in config.field_names().items() if kind is bool)}
+
+
+def _switch(argument: str) -> str:
+    """The name of the true-or-false field that an option is, empty for any other argument."""
+    name = argument[2:].partition("=")[0].replace("-", "_") if argument.startswith("--") else ""
+    return name if name in SWITCHES else ""
+
+
+def _flags(args: Sequence[str]) -> list[str]:
+    """--run.tensorboard false and --run.tensorboard=false -> --run.no-tensorboard, as tyro spells it."""
+    out, words = [], list(args)
+    while words:
+        argument = words.pop(0)
+        if not (name := _switch(argument)):
+            out.append(argument)
+            continue
+        value = argument.partition("=")[2]
+        if not value and words and words[0].lower() in ("true", "false"):
+            value = words.pop(0)
+        if (value := value.lower() or "true") not in ("true", "false"):
+            raise ValueError(f"command line: {argument}: {value!r} is neither true nor false; give one of them")
+        section, _, leaf = name.rpartition(".")
+        out.append("--" + f"{section}." * bool(section) + "no-" * (value == "false") + leaf.replace("_", "-"))
+    return out
+
+
+def _words(args: Sequence[str]) -> list[str]:
+    """The arguments that are neither an option nor an option's value."""
+    kept, value = [], False
+    for argument in args:
+        if argument.startswith("-"):
+            switch = _switch(argument.replace(".no-", ".").replace("--no-", "--"))
+            value = "=" not in argument and not switch
+        else:
+            if not value:
+                kept.append(argument)
+            value = False
+    return kept
 
 
 def _without_nproc(argv: Sequence[str]) -> list[str]:
@@ -236,6 +280,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[command](rest)
     except BrokenPipeError:
         return 1
+    except KeyboardInterrupt:  # before the ranks listen for it
+        print(f"megacore {command}: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         print(f"megacore {command}: {rank}error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,6 +92,15 @@ def test_prepare_shows_progress(tmp_path, capsys):
         (["prepare", "absent", "--out", "x"], "absent"),
         (["train", "absent.toml"], "absent.toml"),
         (["train"], "CONFIG is missing"),
+        (["train", "--nproc", "4", "x.cfg"], "CONFIG='x.cfg' is no .toml file"),
+        (["train", "{config}", "False"], "unexpected argument 'False'"),
+        (["train", "{config}", "--run.tensorboard=maybe"], "neither true nor false"),
+        (
+            ["train", "{config}", "--parallel.tp", "1", "--data.dir", "nope"],
+            "'nope' does not exist; run megacore prepare",
+        ),
+        (["train", "{config}", "--parallel.tp", "1", "--run.out", "{data}"], "is data.dir"),
+        (["train", "{config}", "--parallel.tp", "1", "--run.out", "{config}"], "is a file"),
         (["train", "{config}", "--model.layer", "3"], "nearest valid name: model.layers"),
         (["train", "{config}", "--modle.layers=3"], "model.layers"),
         (["train", "{config}"], "world=1 is not"),
@@ -103,7 +113,7 @@ def test_prepare_shows_progress(tmp_path, capsys):
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(tmp_path, data, capsys, arguments, said):
-    arguments = [a.format(config=config(tmp_path, data)) for a in arguments]
+    arguments = [a.format(config=config(tmp_path, data), data=data) for a in arguments]
     assert cli.main(arguments) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and said in lines[0]
@@ -115,6 +125,40 @@ def test_options_win_over_the_file_and_known_names_are_kept(tmp_path, data):
     assert (command.parallel.tp, command.optim.lr, command.model.hidden) == (4, 0.5, 16)
     assert (command.nproc, command.fresh) == (4, True)
     assert cli._without_nproc(["a.toml", "--nproc", "4", "--nproc=5", "--fresh"]) == ["a.toml", "--fresh"]
+
+
+def test_switches_take_true_and_false(tmp_path, data):
+    path = config(tmp_path, data)
+
+    def tensorboard(*arguments: str) -> bool:
+        command = cli._parse_train([*arguments, path])
+        assert command.fresh
+        return command.run.tensorboard
+
+    assert tensorboard("--fresh", "--run.tensorboard") and tensorboard("--fresh=true", "--run.tensorboard", "True")
+    assert not tensorboard("--fresh", "--run.tensorboard", "False")
+    assert not tensorboard("--fresh", "--run.tensorboard=false") and not tensorboard("--fresh", "--run.no-tensorboard")
+
+
+def test_a_wrong_section_and_a_spoilt_sidecar_are_named(tmp_path, data, capsys):
+    path = Path(config(tmp_path, data))
+    path.write_text(path.read_text().replace("[model]", "[modle]"))
+    assert cli.main(["train", str(path)]) == 2
+    assert "unknown section [modle]; nearest valid section: [model]" in capsys.readouterr().err
+    copy = tmp_path / "data"
+    shutil.copytree(data, copy)
+    (copy / "train.json").write_text("{")
+    assert cli.main(["train", config(tmp_path, copy), "--parallel.tp=1"]) == 2
+    assert "train.json cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_during_the_start_is_no_page_of_tracebacks(tmp_path, data):
+    job = started("train", config(tmp_path, data, steps=100_000), "--nproc", "2")
+    time.sleep(6)  # wherever the ranks are: torchrun starts, they import, they train
+    job.send_signal(signal.SIGINT)
+    said, _ = job.communicate(timeout=60)
+    assert "Traceback" not in said and len(said.splitlines()) < 40, said
 
 
 def test_topo_shows_every_group(capsys):
@@ -186,6 +230,7 @@ def test_a_failure_under_torchrun_shows_its_cause_first(tmp_path, data):
     said, _ = job.communicate(timeout=60)
     assert job.returncode not in (0, None), said
     assert re.search(r"rank \d failed: .*60000", said), said
+    assert "ChildFailedError" not in said, said
     assert said.index("60000") < (said.find("stops: rank") if "stops: rank" in said else len(said)), said
     assert time.monotonic() - began < 60
     assert not os.path.exists(tmp_path / "run/report.json")

@@ -186,6 +186,12 @@ def from_tree(tree: Mapping[str, Any], source: str = "settings") -> Settings:
     for name, value in _flatten(tree):
         full = name if name in known else ALIASES.get(name.rsplit(".", 1)[-1])
         if full is None:
+            section = name.split(".", 1)[0]
+            if "." in name and section not in (sections := get_type_hints(Settings)):
+                near = difflib.get_close_matches(section, sections, n=1) or sections
+                raise ValueError(
+                    f"{source}: unknown section [{section}]; nearest valid section: {', '.join(f'[{s}]' for s in near)}"
+                )
             raise ValueError(f"{source}: unknown field {name!r}; nearest valid name: {nearest(name)}")
         if full in values:
             raise ValueError(f"{source}: field {full!r} is given twice (also as {name!r}); keep one")

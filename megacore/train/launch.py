@@ -31,13 +31,14 @@ class Place:
 
 def command(nproc: int, arguments: Sequence[str]) -> list[str]:
     """The torchrun command that runs `python -m megacore ARGUMENTS` on `nproc` ranks of this host."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    torchrun = [sys.executable, "-m", "megacore.train.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
     return [*torchrun, "--nproc-per-node", str(nproc), "--monitor-interval", "0.5", "-m", "megacore", *arguments]
 
 
 def launch(nproc: int, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run the job and return its exit code. SIGTERM to this process goes to the ranks, not to torchrun: they agree on a
-    step, save and end with 0, and torchrun then ends with 0 as well (it would end with 1 after a signal of its own)."""
+    step, save and end with 0, and torchrun then ends with 0 as well (it would end with 1 after a signal of its own).
+    The first Ctrl-C is passed on as SIGTERM: a rank that still imports ends without a traceback."""
     child = subprocess.Popen(
         command(nproc, arguments),
         env={**DEFAULTS, **environment},
@@ -45,7 +46,12 @@ def launch(nproc: int, arguments: Sequence[str], environment: Mapping[str, str])
         start_new_session=True,  # else a terminal's Ctrl-C would reach torchrun as well, and the ranks twice
     )
 
+    interrupted = False
+
     def forward(number: int, _frame: object) -> None:
+        nonlocal interrupted
+        if number == signal.SIGINT and not interrupted:
+            interrupted, number = True, signal.SIGTERM
         for pid in _children(child.pid) or [child.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
