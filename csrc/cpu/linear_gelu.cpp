@@ -9,6 +9,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -82,6 +83,8 @@ void with_form(const char* op, c10::string_view approximate, F&& f) {
 std::tuple<at::Tensor, at::Tensor> linear_gelu(const at::Tensor& x, const at::Tensor& weight,
                                                const std::optional<at::Tensor>& bias, c10::string_view approximate) {
   constexpr const char* op = "linear_gelu";
+  // Under autocast aten's GEMM would choose its own dtype; the public function has cast what autocast casts.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   check_floating(op, "x", x);
   check_same(op, "weight", weight, "x", x);
   MEGACORE_CHECK(x.dim() >= 1, op, "x", describe(x), "[..., K]");
@@ -101,6 +104,7 @@ std::tuple<at::Tensor, at::Tensor> linear_gelu(const at::Tensor& x, const at::Te
   // In 16 bits the bias enters inside the GEMM, before the one rounding of the pre-activation.
   const bool bias_in_pass = bias && x.element_size() >= 4;
   const at::Tensor pre = bias && !bias_in_pass ? at::addmm(*bias, x2, wt) : at::mm(x2, wt);
+  check_same(op, "pre", pre, "x", x);  // what follows reads and writes pre as x's type
   const at::Tensor y = at::empty({rows, n}, x.options());
   const at::Tensor b = bias_in_pass ? bias->contiguous() : at::Tensor();
 

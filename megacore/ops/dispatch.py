@@ -72,6 +72,15 @@ def check_devices(op: str, x: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{op}: {name} is on {tensor.device}; wanted {x.device}, where the first argument is")
 
 
+def as_autocast(x: Tensor | None) -> Tensor | None:
+    """`x` as torch.autocast hands it to a matrix product: in its dtype; as it is outside, on other devices, in fp64."""
+    kind = None if x is None else x.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return x
+    narrowed = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if narrowed else x
+
+
 def _served(op: str, device: str) -> tuple[str, ...]:
     if op not in SERVED:
         raise ValueError(f"op={op!r} is no operator of megacore; choose one of {sorted(SERVED)}")

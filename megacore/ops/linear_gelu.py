@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.ops.dispatch import check_devices, chosen
+from megacore.ops.dispatch import as_autocast, check_devices, chosen
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
@@ -18,10 +18,14 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, approx
 
     fp32, fp64, bf16 and fp16, all arguments of one dtype; any strides. GELU, its derivative and the sums of the bias
     gradient are computed in fp32 (fp64 for fp64). Besides its inputs it saves the pre-activation only.
+    Under torch.autocast all three are cast to its dtype first (fp64 stays), as torch casts those of F.linear; y has
+    that dtype, each gradient the dtype of its argument.
     ValueError for a shape, dtype, device or `approximate` that does not fit.
     Cost: one GEMM and one pass over [..., N] forward; two GEMMs and one pass backward.
+    Under autocast also one copy of each argument that is cast, at each call.
     """
     check_devices("linear_gelu", x, weight=weight, bias=bias)
+    x, weight, bias = (as_autocast(t) for t in (x, weight, bias))
     if chosen("linear_gelu", x.device) == "reference":
         return reference(x, weight, bias, approximate=approximate)
     return torch.ops.megacore.linear_gelu(x, weight, bias, approximate)[0]
@@ -52,6 +56,13 @@ def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 def _backward(ctx, dy: Tensor | None, dpre_out: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, pre = ctx.saved_tensors
+    with torch.autocast(pre.device.type, enabled=False):  # a backward inside autocast keeps the dtypes of its forward
+        return _gradients(ctx, x, weight, pre, dy, dpre_out)
+
+
+def _gradients(
+    ctx, x: Tensor | None, weight: Tensor | None, pre: Tensor, dy: Tensor | None, dpre_out: Tensor | None
+) -> tuple[Tensor | None, ...]:
     need_x, need_weight, need_bias, _ = ctx.needs_input_grad
     dy = torch.zeros_like(pre) if dy is None else dy
     dpre, dbias = torch.ops.megacore.linear_gelu_dpre(dy, pre, need_bias, ctx.approximate)
