@@ -17,9 +17,10 @@ from megacore.comm.mesh import Mesh
 from megacore.ops import use
 from megacore.parallel.batch import IGNORE, MicroBatch
 from megacore.parallel.materialize import materialize
-from megacore.parallel.plan import KeyedDropout, Plan, parallelize
+from megacore.parallel.plan import Plan, parallelize
 from megacore.parallel.random import Streams
 from megacore.parallel.stage import logits_of
+from megacore.parallel.styles import KeyedDropout
 from megacore.subject import Subject, Trial
 
 
@@ -41,7 +42,8 @@ def run_serial(subject: Subject, trial: Trial) -> Reference:
     if init is not None:
         materialize(model, Mesh(), init, seed=trial.seed, dtype=trial.dtype)
     streams = _key_dropouts(model, plan, trial.seed)
-    model.to(trial.dtype).train()
+    _check_forward(model.to(trial.dtype).eval(), plan, trial)
+    model.train()
     optimizer = _adamw(model, trial)
     losses, norms, gradients = [], [], {}
     with use("reference", "*"):
@@ -57,6 +59,18 @@ def run_serial(subject: Subject, trial: Trial) -> Reference:
             optimizer.step()
             losses.append(loss.item())
     return Reference(losses, norms, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
+
+
+@torch.no_grad()
+def _check_forward(model: nn.Module, plan: Plan, trial: Trial) -> None:
+    """ValueError unless the model maps token ids [B, S] to logits [B, S, V], V the plan's vocabulary."""
+    logits = logits_of(model(torch.zeros(1, trial.seq_length, dtype=torch.int64)))
+    want = (1, trial.seq_length, plan.vocab_size)
+    if not isinstance(logits, Tensor) or tuple(logits.shape) != want:
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise ValueError(
+            f"model gives {got} for ids of shape {want[:2]}, wanted logits {want}; check forward and vocab_size"
+        )
 
 
 def _fill_gradients(model: nn.Module) -> None:

@@ -47,9 +47,14 @@ class Subject:
             return lambda: gpt.GPT(model, seed), self._plan(lambda: gpt.plan(model)), gpt.initialise(model)
         factory = _imported(model, "model") if isinstance(model, str) else model
 
+        name = model if isinstance(model, str) else getattr(model, "__name__", repr(model))
+
         def build() -> nn.Module:
             torch.manual_seed(seed)  # the factory draws from torch's own generator
-            return factory()
+            made = factory()
+            if not isinstance(made, nn.Module):
+                raise ValueError(f"model={name} gives a {type(made).__name__}, wanted a plain nn.Module")
+            return made
 
         return build, self._plan(lambda: _default_plan(build()), build), None
 
@@ -57,9 +62,13 @@ class Subject:
         plan = _imported(self.plan, "plan") if isinstance(self.plan, str) else self.plan
         if plan is None:
             return default()
-        if isinstance(plan, Plan):
-            return plan
-        return plan(build()) if build is not None else plan()
+        if callable(plan):
+            plan = plan(build()) if build is not None else plan()
+        if not isinstance(plan, Plan):
+            raise ValueError(
+                f"plan={self.plan!r} gives a {type(plan).__name__}, wanted a Plan: Plan(table, vocab_size=...)"
+            )
+        return plan
 
 
 def _default_plan(model: nn.Module) -> Plan:

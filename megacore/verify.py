@@ -146,7 +146,7 @@ def _row(pool: WorkerPool, subject: Subject, trial: Trial, layout: Layout, sched
     weight, weight_at = worst(weights, reference.weights, bound)
     loss = max(relative(o.losses, reference.losses) for o in outcomes)
     norm = max(relative(o.norms, reference.norms) for o in outcomes)
-    checks = [("loss", loss, "loss"), ("gradient of", grad, grad_at), ("gradient norm", norm, "")]
+    checks = [("loss", loss, ""), ("gradient of", grad, grad_at), ("gradient norm", norm, "")]
     checks += [("weight", weight, weight_at)] if trial.precision == "fp64" else []
     wrong = [f"{what} {at}".strip() + f" differs by {error:.1e}" for what, error, at in checks if not error <= bound]
     wrong += copies_that_differ(outcomes)

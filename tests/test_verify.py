@@ -71,6 +71,11 @@ def test_a_model_without_plan_is_data_parallel_and_refused_beyond(pool):
     assert not verify(user_model.data_parallel_only, layouts="tp2", trial=FAST, pool=pool).passed  # refused only
 
 
+def test_a_plan_without_head_is_refused_with_the_way_out(pool):
+    report = verify(user_model.data_parallel_only, user_model.headless, layouts="tp2", trial=FAST, pool=pool)
+    assert report.rows[0].verdict == "refused" and "needs a Head() row" in report.rows[0].where
+
+
 def test_a_wrong_model_is_found_and_named(pool):
     report = verify("tests.user_model:Wrong", "tests.user_model:plan", "tp2", trial=FAST, pool=pool)
     (row,) = report.rows
@@ -134,6 +139,12 @@ def test_the_module_is_a_function_too(pool):
         (dict(schedules=("zigzag",)), "schedule='zigzag' is unknown"),
         (dict(trial=Trial(precision="bf16")), "precision='bf16' has no bound"),
         (dict(world=0), "world=0 is not a positive"),
+        (
+            dict(model=user_model.no_module, plan=user_model.plan),
+            "model=no_module gives a int, wanted a plain nn.Module",
+        ),
+        (dict(model=user_model.Tiny, plan=user_model.small_vocabulary), r"gives \(1, 16, 30\) for ids"),
+        (dict(model=user_model.Tiny, plan={"up": 1}), "gives a dict, wanted a Plan"),
         (dict(model="nowhere"), "is not of the form package.module:name"),
         (dict(model="tests.user_model:Nobody"), "cannot be imported"),
     ],

@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from megacore.parallel.plan import Column, Head, KeyedDropout, Link, Plan, Row, Vocab
+from megacore.parallel.plan import Link, Plan
+from megacore.parallel.styles import Column, Head, KeyedDropout, Row, Vocab
 
 
 class Tiny(nn.Module):
@@ -80,3 +81,15 @@ def hugging_face():
     return GPT2LMHeadModel(
         GPT2Config(attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, **sizes)
     )  # its other dropouts stay on
+
+
+def headless(_):
+    return Plan({"up": Column(), "down": Row()}, vocab_size=30)
+
+
+def small_vocabulary(_):
+    return Plan({}, vocab_size=20)
+
+
+def no_module():
+    return 3

@@ -13,21 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from megacore.models.attention import CausalSelfAttention
-from megacore.parallel.plan import (
-    Column,
-    Fused,
-    Head,
-    HeadDropout,
-    Link,
-    Plan,
-    Qkv,
-    QueryHeads,
-    Row,
-    Shares,
-    Vocab,
-)
+from megacore.parallel.plan import Link, Plan
 from megacore.parallel.random import Dropout, Streams, name_dropouts
 from megacore.parallel.record import divisors
+from megacore.parallel.styles import Column, Fused, Head, HeadDropout, Qkv, QueryHeads, Row, Shares, Vocab
 
 GELU = {"tanh": "tanh", "erf": "none"}  # our names of the two forms -> torch's
 

@@ -10,21 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megacore.parallel.batch import MicroBatch
-from megacore.parallel.plan import (
-    Column,
-    Fused,
-    Head,
-    KeyedDropout,
-    Link,
-    Plan,
-    Qkv,
-    QueryHeads,
-    Row,
-    Shares,
-    Style,
-    Tensors,
-    Vocab,
-)
+from megacore.parallel.plan import Link, Plan, Style, Tensors
+from megacore.parallel.styles import Column, Fused, Head, KeyedDropout, Qkv, QueryHeads, Row, Shares, Vocab
 
 GELU = {
     "gelu_new": "tanh",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megacore.comm.collectives import reduce_from
 from megacore.comm.mesh import Group
-from megacore.parallel.layers import Pieces, Sharded
+from megacore.parallel.layers import Pieces, Sharded, checked
 from megacore.parallel.record import Placement, along, unit_range
 
 
@@ -54,13 +54,14 @@ class VocabParallelEmbedding(Sharded):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, group
+        self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, checked(group)
         self.padding_idx = padding_idx if padding_idx is None or padding_idx >= 0 else num_embeddings + padding_idx
         self.pieces = vocab_pieces(num_embeddings, group, multiple)
         self.start, self.stop, rows = vocab_range(num_embeddings, group.size, group.index, multiple)
         self.weight = nn.Parameter(torch.empty((rows, embedding_dim), device=device, dtype=dtype))
         if not self.weight.is_meta:
-            self.reset_parameters(lambda _, full, generator: full.normal_(generator=generator))
+            plain = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+            self._adopt(plain)
 
     def placements(self) -> dict[str, Placement]:
         shape = (self.num_embeddings, self.embedding_dim)

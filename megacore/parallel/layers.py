@@ -38,14 +38,12 @@ def _width(pieces: Pieces) -> int:
     return sum(stop - start for (start, stop), _ in pieces)
 
 
-def _uniform_(_: str, full: Tensor, generator: torch.Generator) -> None:
-    # torch.nn.Linear's default, from the FULL fan-in: weights and bias uniform in +-1/sqrt(K)
-    bound = full.shape[-1] ** -0.5 if full.dim() > 1 else 0.0
-    full.uniform_(-bound, bound, generator=generator)
-
-
 class Sharded(nn.Module):
-    """What the layers share: placements, initialisation, and copies of a plain layer's weights."""
+    """What the layers share: placements, initialisation, and copies of a plain layer's weights.
+
+    A layer that is built directly takes its share of the plain layer that torch would build here: under the same
+    torch.manual_seed on every rank its parts are those of nn.Linear or nn.Embedding, bit for bit.
+    """
 
     group: Group
 
@@ -53,12 +51,12 @@ class Sharded(nn.Module):
         raise NotImplementedError
 
     @torch.no_grad()
-    def reset_parameters(self, init: Init = _uniform_, seed: int = 0, name: str = "") -> None:
+    def reset_parameters(self, init: Init, seed: int, name: str) -> None:
         """Draw the full parameters from the streams of (seed, name) and keep this rank's share."""
         for key, placed in self.placements().items():
             param = getattr(self, key)
-            full_name = f"{name}.{key}" if name else key
-            param.copy_(draw(ParamRecord(full_name, placed.shape, tuple(param.shape), placed.boxes), init, seed))
+            rec = ParamRecord(f"{name}.{key}", placed.shape, tuple(param.shape), placed.boxes)
+            param.copy_(draw(rec, init, seed))
 
     def _adopt(self, plain: nn.Module) -> None:
         """Take this rank's share of a plain layer's parameters, in their dtype and on their device."""
@@ -68,6 +66,22 @@ class Sharded(nn.Module):
             local = new.data if old.is_meta else rec.slice_full(old.data)
             setattr(self, key, nn.Parameter(local, requires_grad=old.requires_grad))
         self.train(plain.training)
+
+
+def checked(group: Group) -> Group:
+    if not isinstance(group, Group):
+        raise ValueError(f"group={group!r} is not a megacore Group; give one of a mesh, such as mesh.tp")
+    return group
+
+
+def _plain_linear(layer: ColumnParallelLinear | RowParallelLinear) -> nn.Linear:
+    weight = layer.weight
+    plain = nn.Linear(
+        layer.in_features, layer.out_features, layer.bias is not None, device=weight.device, dtype=weight.dtype
+    )
+    if layer.transposed:
+        plain.weight = nn.Parameter(plain.weight.detach().t().contiguous())
+    return plain
 
 
 class ColumnParallelLinear(Sharded):
@@ -103,7 +117,7 @@ class ColumnParallelLinear(Sharded):
             raise ValueError(
                 "skip_bias_add=True leaves the bias to the caller, before any activation or gather; drop one of them"
             )
-        self.in_features, self.out_features, self.group = in_features, out_features, group
+        self.in_features, self.out_features, self.group = in_features, out_features, checked(group)
         self.gather_output, self.skip_bias_add, self.activation = gather_output, skip_bias_add, activation
         self.transposed, self.sequence_parallel, self.sequence_dim = transposed, sequence_parallel, sequence_dim
         self.pieces = tuple(pieces) if pieces is not None else even_pieces(out_features, group)
@@ -117,7 +131,7 @@ class ColumnParallelLinear(Sharded):
         self.bias = nn.Parameter(torch.empty(self.local, device=device, dtype=dtype)) if bias else None
         self._order = self._full_order()
         if not self.weight.is_meta:
-            self.reset_parameters()
+            self._adopt(_plain_linear(self))
 
     def placements(self) -> dict[str, Placement]:
         mine = self.pieces[self.group.index]
@@ -199,7 +213,7 @@ class RowParallelLinear(Sharded):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.in_features, self.out_features, self.group = in_features, out_features, group
+        self.in_features, self.out_features, self.group = in_features, out_features, checked(group)
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.transposed, self.sequence_parallel, self.sequence_dim = transposed, sequence_parallel, sequence_dim
         self.pieces = tuple(pieces) if pieces is not None else even_pieces(in_features, group)
@@ -212,7 +226,7 @@ class RowParallelLinear(Sharded):
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         if not self.weight.is_meta:
-            self.reset_parameters()
+            self._adopt(_plain_linear(self))
 
     def placements(self) -> dict[str, Placement]:
         shape = (self.in_features, self.out_features) if self.transposed else (self.out_features, self.in_features)

@@ -24,6 +24,7 @@ from megacore.parallel.plan import Plan, parallelize
 from megacore.parallel.random import Streams
 from megacore.parallel.record import records
 from megacore.parallel.stage import Stage, chain_of, cut
+from megacore.parallel.styles import Head
 from megacore.pipeline import SCHEDULES, Executor, partition
 from megacore.train.config import OptimSettings
 from megacore.train.logical import LogicalTensor, describe
@@ -56,6 +57,10 @@ def build_stage(
     communication, for a layout that the model or its plan cannot serve."""
     if mesh.tp.size > 1 and not plan.table:
         raise ValueError(f"tp={mesh.tp.size} needs a plan table for this model; give a plan, or tp=1")
+    if mesh.tp.size > 1 and not any(isinstance(style, Head) for style in plan.table.values()):
+        raise ValueError(
+            f"tp={mesh.tp.size} needs a Head() row in the plan, for the layer that gives the logits; add it"
+        )
     if mesh.pp.size > 1 and plan.chain is None:
         raise ValueError(f"pp={mesh.pp.size} needs a plan with a chain of links; give one, or pp=1")
     with torch.device("meta" if init is not None else device):

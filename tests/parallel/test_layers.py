@@ -1,5 +1,4 @@
-"""Column, row: MB-06, MB-08 (KV heads), MB-12 (fan-dependent init), MB-23 (views), MB-24 (deepcopy); against plain
-torch."""
+"""Column, row: MB-06, MB-12 (fan-dependent init), MB-23 (views), MB-24 (deepcopy); against plain torch."""
 
 import copy
 
@@ -9,18 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacore.comm.mesh import SOLO, Group, Layout, Mesh
-from megacore.models.attention import CausalSelfAttention
 from megacore.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megacore.parallel.plan import Column, Fused, Plan, Qkv, QueryHeads, Row, Shares, parallelize
-from megacore.parallel.record import head_pieces, records
-from megacore.parallel.replicas import SharedBoxes
-
-
-def fill(module):
-    for k, (name, p) in enumerate(module.named_parameters()):
-        n = torch.arange(p.numel(), dtype=torch.float64)
-        p.data = (0.3 * torch.sin(1 + n + 37 * k) + (1.0 if "norm" in name else 0.0)).view(p.shape).to(p.dtype)
-    return module
+from megacore.parallel.plan import Plan, parallelize
+from megacore.parallel.record import records
+from megacore.parallel.styles import Column, Fused, Qkv, Row
+from tests.parallel.gradients import fill, full_gradients, sgd
 
 
 class Sandwich(nn.Module):
@@ -39,26 +31,6 @@ class Sandwich(nn.Module):
 
 
 SANDWICH = Plan({"up": Column(activation="tanh"), "act": Fused(), "down": Row()}, vocab_size=1)
-
-
-def full_gradients(model, mesh, raw=False):
-    """The library's finalisation of one rank's gradients (no dp here), put into full tensors with gaps of zero."""
-    recs, params = records(model, mesh), dict(model.named_parameters())
-    grads = {n: p.grad.clone() for n, p in params.items()}
-    SharedBoxes(recs, list(params), mesh.tp, torch.device("cpu")).sum_(grads)
-    found = {}
-    for name, rec in recs.items():
-        full = grads[name].new_zeros(rec.shape)
-        rec.add_into_full(grads[name], full, None if raw else rec.counted())
-        found[name] = full
-    return found
-
-
-def sgd(module, lr=0.1):
-    with torch.no_grad():
-        for p in module.parameters():
-            p -= lr * p.grad
-            p.grad = None
 
 
 def run_sandwich(tp):
@@ -111,88 +83,6 @@ def zero_weight_output(tp):
 def test_the_row_bias_enters_once(pool, tp):
     for y in pool.run(zero_weight_output, tp, world=tp):
         assert torch.equal(y, torch.arange(1.0, 9.0).expand(1, 4, 8))
-
-
-def attention(kv):
-    return fill(CausalSelfAttention(32, 8, kv).double()).eval()
-
-
-def attention_plan(kv):
-    table = {
-        "attn": Shares(8, kv, {"heads": ("q", 1), "kv_heads": ("kv", 1)}),
-        "attn.qkv": Qkv(8, kv),
-        "attn.out": QueryHeads(8, kv, row=True),
-    }
-    return Plan(table, vocab_size=1)
-
-
-def run_attention(tp, kv, steps=5):
-    mesh = Mesh.build(Layout(tp=tp))
-    model = nn.ModuleDict({"attn": attention(kv)})
-    parallelize(model, mesh, attention_plan(kv))
-    x = torch.cos(torch.arange(192, dtype=torch.float64)).view(1, 6, 32).requires_grad_()
-    trace = []
-    for _ in range(steps):
-        y = model["attn"](x)
-        (0.1 * y.sin().mean()).backward()
-        grads = full_gradients(model, mesh)
-        trace.append((y.detach().clone(), x.grad.clone(), grads))
-        recs, params = records(model, mesh), dict(model.named_parameters())
-        local = {n: p.grad for n, p in params.items()}
-        SharedBoxes(recs, list(params), mesh.tp, torch.device("cpu")).sum_(local)
-        sgd(model, 0.1)
-        x.grad = None
-    weight = model["attn"].qkv.weight.detach()
-    boxes = records(model, mesh)["attn.qkv.weight"].boxes
-    held = [(b.full, weight[tuple(slice(*r) for r in b.local)].clone()) for b in boxes]
-    mesh.destroy()
-    return trace, held
-
-
-@pytest.mark.parametrize("tp, kv", [(2, 2), (4, 2), (2, 1), (4, 1), (8, 4), (3, 8), (3, 2), (5, 8), (4, 8)])
-def test_fewer_kv_heads_than_ranks(pool, tp, kv):
-    plain = attention(kv)
-    x = torch.cos(torch.arange(192, dtype=torch.float64)).view(1, 6, 32).requires_grad_()
-    answers = pool.run(run_attention, tp, kv, world=tp)
-    for step in range(5):
-        y = plain(x)
-        (0.1 * y.sin().mean()).backward()
-        for trace, _ in answers:
-            torch.testing.assert_close(trace[step][0], y, rtol=1e-11, atol=1e-12)
-            torch.testing.assert_close(trace[step][1], x.grad, rtol=1e-11, atol=1e-12)
-        for name, p in plain.named_parameters():
-            total = sum(trace[step][2][f"attn.{name}"] for trace, _ in answers)
-            torch.testing.assert_close(total, p.grad, rtol=1e-11, atol=1e-12, msg=name)
-        sgd(plain, 0.1)
-        x.grad = None
-    replicas = {}
-    for _, held in answers:
-        for box, values in held:
-            assert torch.equal(values, replicas.setdefault(box, values))  # copies of a KV head stay the same bits
-
-
-@pytest.mark.parametrize(
-    "heads, kv, tp, words", [(8, 3, 2, "kv_heads=3 does not divide heads=8"), (8, 8, 9, "tp=9 is more than heads=8")]
-)
-def test_impossible_heads_are_refused_at_construction(heads, kv, tp, words):
-    with pytest.raises(ValueError, match=words):
-        head_pieces(heads, kv, tp, 0)
-    if heads % kv:
-        with pytest.raises(ValueError, match=words):
-            CausalSelfAttention(32, heads, kv)
-
-
-@pytest.mark.parametrize("heads, kv", [(8, 8), (8, 4), (8, 2), (8, 1), (6, 3), (12, 4)])
-def test_every_query_head_is_held_once_beside_its_kv_head(heads, kv):
-    for tp in range(1, heads + 1):
-        try:
-            shares = [head_pieces(heads, kv, tp, i) for i in range(tp)]
-        except ValueError:
-            continue
-        assert [h for (a, b), _, _ in shares for h in range(a, b)] == list(range(heads))
-        assert sorted(k for _, (a, b), first in shares if first for k in range(a, b)) == list(range(kv))
-        for (a, b), (c, d), _ in shares:
-            assert b > a and {h * kv // heads for h in range(a, b)} == set(range(c, d))
 
 
 def init_shards(tp):
@@ -316,6 +206,44 @@ def test_replacements_keep_training_or_eval_mode():
     model = Sandwich().eval()
     parallelize(model, Mesh(), SANDWICH)
     assert not any(m.training for m in model.modules())
+
+
+def built(tp):
+    mesh = Mesh.build(Layout(tp=tp))
+    torch.manual_seed(3)
+    layers = [
+        ColumnParallelLinear(6, 8, group=mesh.tp),
+        RowParallelLinear(8, 6, group=mesh.tp),
+        ColumnParallelLinear(6, 8, group=mesh.tp, transposed=True),
+    ]
+    mesh.destroy()
+    return [p.detach() for layer in layers for p in layer.parameters()]
+
+
+def test_layers_built_directly_are_shares_of_torchs_own(pool):
+    torch.manual_seed(3)
+    a, b, c = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 8)
+    shards = list(zip(*pool.run(built, 2, world=2), strict=True))
+    joined = [torch.cat(s, dim) for s, dim in zip(shards, (0, 0, 1, None, 1, 0), strict=True) if dim is not None]
+    want = (a.weight, a.bias, b.weight, c.weight.t(), c.bias)
+    assert all(torch.equal(got, p) for got, p in zip(joined, want, strict=True))
+    assert torch.equal(shards[3][0], b.bias) and torch.equal(shards[3][1], b.bias)
+
+
+@pytest.mark.parametrize("group", [None, Mesh()])
+def test_what_is_no_group_is_refused(group):
+    with pytest.raises(ValueError, match="is not a megacore Group; give one of a mesh"):
+        ColumnParallelLinear(4, 4, group=group)
+
+
+def test_wrong_plans_are_refused():
+    with pytest.raises(ValueError, match="plan is a dict, wanted a Plan"):
+        parallelize(Sandwich(), Mesh(), {"up": Column()})
+    with pytest.raises(ValueError, match=r"pos: Row\(\) does not fit a Embedding"):
+        parallelize(Sandwich(), Mesh(), Plan({"pos": Row()}, vocab_size=1))
+    model = parallelize(Sandwich(), Mesh(), SANDWICH)
+    with pytest.raises(ValueError, match="up is parallel already"):
+        parallelize(model, Mesh(), SANDWICH)
 
 
 def test_a_plan_row_that_matches_nothing_is_refused():

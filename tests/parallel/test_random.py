@@ -5,8 +5,9 @@ import torch
 
 from megacore.comm.mesh import Layout, Mesh
 from megacore.parallel.batch import MicroBatch
-from megacore.parallel.plan import HeadDropout, Plan, parallelize
+from megacore.parallel.plan import Plan, parallelize
 from megacore.parallel.random import Dropout, Streams, name_dropouts, parameter_generator
+from megacore.parallel.styles import HeadDropout
 
 
 class Two(torch.nn.Module):
