@@ -188,7 +188,8 @@ def prepare_main(argv: Sequence[str]) -> int:
         names = ", ".join(report.examples.get(reason, ()))
         console.print(f"skipped {count}: {reason} ({names})", highlight=False, soft_wrap=True)
     console.print(
-        f"{command.out}: {report.files:,} files, {report.characters:,} characters; vocabulary {report.vocab_size:,}; "
+        f"{command.out}: {report.files:,} files read, {report.files_skipped:,} skipped, "
+        f"{report.characters:,} characters; vocabulary {report.vocab_size:,}; "
         f"train {report.train_documents:,} documents, {report.train_tokens:,} tokens; "
         f"valid {report.valid_documents:,} documents, {report.valid_tokens:,} tokens", highlight=False, soft_wrap=True,
     )  # fmt: skip

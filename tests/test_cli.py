@@ -82,7 +82,7 @@ def test_prepare_shows_progress(tmp_path, capsys):
     (tmp_path / "b.txt").write_text("four five six " * 50)
     assert cli.main(["prepare", str(tmp_path), "--out", str(tmp_path / "out"), "--vocab-size", "260"]) == 0
     said = capsys.readouterr().out
-    for phase in ("read", "tokenizer", "encode", "100%", "2 files"):
+    for phase in ("read", "tokenizer", "encode", "100%", "2 files read, 0 skipped"):
         assert phase in said
 
 
@@ -90,6 +90,7 @@ def test_prepare_shows_progress(tmp_path, capsys):
     ("arguments", "said"),
     [
         (["prepare", "absent", "--out", "x"], "absent"),
+        (["prepare", "{data}/tokenizer.json", "--out", "{config}/x"], "run.toml is a file; give a folder"),
         (["train", "absent.toml"], "absent.toml"),
         (["train"], "CONFIG is missing"),
         (["train", "--nproc", "4", "x.cfg"], "CONFIG='x.cfg' is no .toml file"),

@@ -241,3 +241,29 @@ def test_what_cannot_work_is_one_line_on_every_rank(jobs, config, tmp_path, data
     assert ended.codes == [2] * 4, ended.output
     for text in ended.said:
         assert said in text and len(text.splitlines()) == 1, ended.output
+
+
+def _flip(checkpoint: Path) -> None:
+    file = next(checkpoint.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_corrupt_checkpoint_costs_no_good_one(jobs, config, tmp_path):
+    folder = tmp_path / "run/checkpoints"
+    for last, spoilt in ((4, 4), (6, 6)):  # 2 and 4 kept, 4 spoilt; on from 2: 4 and 6 kept, 6 spoilt
+        ended = jobs.run(2, "train", config, *options(("tp=2",), stop_at=last))
+        assert ended.codes == [0] * 2, ended.output
+        _flip(folder / f"step-{spoilt:08d}")
+    sampled = jobs.run(1, "sample", str(tmp_path / "run"), "--tokens", "2")
+    assert sampled.codes == [0] and "step-00000006" in sampled.said[0] and "text from step 4" in sampled.said[0]
+    ended = jobs.run(2, "train", config, *options(("tp=2",)))
+    assert ended.codes == [0] * 2 and "at step 4" in ended.said[0], ended.output
+    assert "step-00000006 is now step-00000006.skipped" in ended.said[0], ended.output
+    names = [f"step-{n}" for n in ("00000004.skipped", "00000006", "00000006.skipped", "00000008")]
+    assert sorted(p.name for p in folder.iterdir()) == names
+    for name in ("step-00000006", "step-00000008"):
+        _flip(folder / name)
+    lost = jobs.run(2, "train", config, *options(("tp=2",)))
+    assert all(lost.codes) and "no checkpoint in" in lost.said[0] and len(lost.said[0].splitlines()) == 1, lost.output

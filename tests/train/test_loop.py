@@ -14,6 +14,7 @@ from megacore.train.failure import StopRequest
 from megacore.train.logical import LogicalTensor
 from megacore.train.loop import Loop
 from megacore.train.step import StepResult
+from megacore.train.timers import Timers
 from tests.train.numbered import Numbered
 
 
@@ -77,3 +78,12 @@ def test_the_validation_samples_do_not_depend_on_the_layout(tmp_path, samples, r
     """A rest that fills no global batch is left out whatever dp is, unless it is all there is."""
     recorder, _ = run(tmp_path, Corpus(Numbered(4), Numbered(samples)))
     assert sum(map(len, recorder.evaluated)) == read
+
+
+def test_the_clock_starts_with_training():
+    timers = Timers()
+    timers.add({"checkpoint": 2.0})  # loaded before training
+    timers.started -= 100.0  # as if the start had taken long
+    timers.begin()
+    split = timers.split()
+    assert split["checkpoint"] == 2.0 and split["other"] < 1.0

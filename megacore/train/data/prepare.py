@@ -7,6 +7,7 @@ on a sample of the training part, encode. The output depends on the texts, their
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ Progress = Callable[[str, int, int], None]  # (phase, done, total); phases: read
 
 @dataclass(frozen=True)
 class Report:
-    """What prepare did. `skipped` counts by reason what was left out; `examples` names a few of each."""
+    """What prepare did. `files` gave text, `files_skipped` did not (unreadable, binary, empty); `skipped` counts by
+    reason whatever was left out, and `examples` names a few of each."""
 
     files: int
     characters: int
@@ -39,6 +41,7 @@ class Report:
     vocab_size: int
     skipped: dict[str, int]
     examples: dict[str, list[str]]
+    files_skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Survey:
+    files: int  # that gave some text
     documents: int
     characters: int
     lowest: int  # of the keyed hashes
@@ -100,6 +104,7 @@ def prepare(
         raise ValueError(
             f"vocab_size={vocab_size} cannot hold the 256 bytes and {bpe.END_OF_TEXT}; give >= {bpe.SMALLEST}"
         )
+    _check_out(Path(out))
     given = None if tokenizer is None else (bpe.load(tokenizer), Path(tokenizer).read_text(encoding="utf-8"))
     show, out, skips = progress or (lambda *_: None), Path(out), Skips()
     files = find_files([Path(i) for i in inputs], suffixes, exclude, skips)
@@ -125,21 +130,36 @@ def prepare(
         "valid_fraction": valid_fraction,
     }
     counts = _write(out, trained, spelled, meta, texts(), found, valid_fraction > 0, show)
-    return Report(len(files), found.characters, *counts, meta["vocab_size"], dict(skips.counts), skips.examples)
+    return Report(
+        found.files, found.characters, *counts, meta["vocab_size"], dict(skips.counts), skips.examples,
+        files_skipped=len(files) - found.files,
+    )  # fmt: skip
+
+
+def _check_out(out: Path) -> None:
+    """Before the minutes that reading and training a tokenizer may take."""
+    there = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"out={str(out)!r}: {there} is a file; give a folder to write to")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"out={str(out)!r}: {there} is not writable; give a folder to write to")
 
 
 def _survey(files: Sequence[Path], key: str, skips: Skips, seed: int, show: Progress) -> Survey:
     sizes = [f.stat().st_size if f.exists() else 0 for f in files]  # a broken link is skipped below, with its reason
     read, total = accumulate(sizes), sum(sizes)
     sources, count, characters, low, high = hashlib.blake2b(digest_size=16), 0, 0, 2**64, -1
+    gave = 0
     for file in files:
+        before = count
         for text in documents(file, key, skips):
             digest = _digest(text)
             sources.update(digest)
             value = mix(int.from_bytes(digest, "little"), seed)
             count, characters, low, high = count + 1, characters + len(text), min(low, value), max(high, value)
+        gave += count > before
         show("read", next(read), total)
-    return Survey(count, characters, low, high, sources.hexdigest())
+    return Survey(gave, count, characters, low, high, sources.hexdigest())
 
 
 def _train(texts: Iterator[tuple[str, str]], characters: int, vocab_size: int, show: Progress) -> tuple[Tokenizer, str]:

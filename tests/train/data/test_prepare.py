@@ -134,6 +134,7 @@ def test_what_is_left_out_of_a_tree_is_counted(tmp_path):
     (root / "loop").symlink_to(root)
     report = prepare([root, root / "a.py", root / "c.dat"], tmp_path / "out", vocab_size=257, valid_fraction=0)
     assert sorted(read(tmp_path / "out", "train")) == ["data", "marked\r\n", "text\n", "x = 1\n"]
+    assert (report.files, report.files_skipped) == (4, 4)
     assert report.skipped == {
         "of another suffix": 1,
         "excluded directories": 2,
