@@ -11,10 +11,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
 
-def main(arguments: Sequence[str]) -> int:
-    """0, or the exit code of the rank that failed first (1 if a signal ended it)."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """With torchrun's arguments, or those of the command line. 0, or the exit code of the rank that failed first (1 if a signal ended it)."""
     try:
-        torchrun(list(arguments))
+        torchrun(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
@@ -28,4 +28,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
