@@ -12,7 +12,8 @@ from torch.distributed.run import main as torchrun
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """With torchrun's arguments, or those of the command line. 0, or the exit code of the rank that failed first (1 if a signal ended it)."""
+    """With torchrun's arguments, or those of the command line: 0, or the exit code of the rank that failed first (1 if
+    a signal ended it)."""
     try:
         torchrun(arguments)
     except ChildFailedError as error:
