@@ -3,14 +3,16 @@ value, rule, remedy."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from megacore.models.gpt import GELU
 from megacore.parallel.record import divisors
+from megacore.pipeline import SCHEDULES
 from megacore.train.config import Settings
+from megacore.train.precision import PRECISIONS
 
 MODELS = ("gpt",)
-SCHEDULES = ("1f1b", "gpipe")
-PRECISIONS = ("fp32", "bf16", "fp64")
 DEVICES = ("auto", "cpu", "cuda")
-ACTIVATIONS = ("tanh", "erf")
 
 
 def check(settings: Settings, world: int) -> None:
@@ -24,7 +26,7 @@ def check(settings: Settings, world: int) -> None:
 def _check_ranges(settings: Settings) -> None:
     m, d, o, r = settings.model, settings.data, settings.optim, settings.run
     _among("model.kind", m.kind, MODELS)
-    _among("model.activation", m.activation, ACTIVATIONS)
+    _among("model.activation", m.activation, GELU)
     _among("parallel.schedule", settings.parallel.schedule, SCHEDULES)
     _among("run.precision", r.precision, PRECISIONS)
     _among("run.device", r.device, DEVICES)
@@ -117,7 +119,7 @@ def _check_batch(settings: Settings) -> None:
         )
 
 
-def _among(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def _among(name: str, value: str, allowed: Collection[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
 
