@@ -4,7 +4,9 @@
 #include "cpu/simd.h"
 
 PYBIND11_MODULE(_C, m) {
-  m.def("cpu_path", &megacore::cpu_path, "The instruction set the CPU kernels run on: 'avx2' or 'portable'.");
-  m.def("set_portable", &megacore::set_portable, pybind11::arg("on"),
-        "For tests: run the CPU kernels on the portable path although AVX2 is there. Process-wide.");
+  m.def("cpu_path", &megacore::cpu_path, "The instruction set the CPU kernels run on: 'avx512', 'avx2' or 'portable'.");
+  m.def("set_cpu_path", &megacore::set_cpu_path, pybind11::arg("name"),
+        "For tests and benchmarks, process-wide: run on that instruction set ('': the best there is). False if this "
+        "machine lacks it.");
+  m.def("set_portable", [](bool on) { megacore::set_cpu_path(on ? "portable" : ""); });
 }

@@ -13,42 +13,36 @@
 #include <tuple>
 
 #include "check.h"
+#include "cpu/fresh.h"
 #include "cpu/storage.h"
 #include "cpu/vector_math.h"
 
 namespace megacore {
 namespace {
 
-constexpr int64_t kBlock = 512;      // columns held in acc_t between the passes over a block
+constexpr int64_t kBlock = 1024;     // columns that the second reading of a block still finds in L1
 constexpr int64_t kDigit = 1 << 20;  // a column number travels as two digits, each exact in fp32
 constexpr int64_t kGrain = 1 << 15;  // elements worth a thread
 
-// ---- loops over a block; sixteen independent lanes, or the order of the sum would forbid vectors ----
-constexpr int kLanes = 16;
+// Sums and maxima run in independent lanes, or the order of the sum would forbid vectors; kLanes is the same for every
+// instruction set, and so is the order of the sum.
+constexpr int kLanes = 64;
 
-template <class A>
-MEGACORE_INLINE A max_of(const A* v, int64_t n, A start) {
-  A lane[kLanes];
-  for (int l = 0; l < kLanes; ++l) lane[l] = start;
+// f(lane, i) for i in [0, n), in turn over the lanes.
+template <class F>
+MEGACORE_INLINE void for_lanes(int64_t n, F&& f) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes)
-    for (int l = 0; l < kLanes; ++l) lane[l] = v[i + l] > lane[l] ? v[i + l] : lane[l];
-  for (int l = 0; i + l < n; ++l) lane[l] = v[i + l] > lane[l] ? v[i + l] : lane[l];
-  A best = lane[0];
-  for (int l = 1; l < kLanes; ++l) best = lane[l] > best ? lane[l] : best;
-  return best;
+    for (int l = 0; l < kLanes; ++l) f(l, i + l);
+  for (int l = 0; i + l < n; ++l) f(l, i + l);
 }
 
-template <class A>
-MEGACORE_INLINE double sum_of(const A* v, int64_t n) {
-  A lane[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (int l = 0; l < kLanes; ++l) lane[l] += v[i + l];
-  for (int l = 0; i + l < n; ++l) lane[l] += v[i + l];
-  double total = 0;
-  for (int l = 0; l < kLanes; ++l) total += lane[l];
-  return total;
+// lane[0] = all lanes joined by f, as a tree.
+template <class A, class F>
+MEGACORE_INLINE A join(A* lane, F&& f) {
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int l = 0; l < width; ++l) lane[l] = f(lane[l], lane[l + width]);
+  return lane[0];
 }
 
 // out = (max, sum exp(x - max), x[local target] or 0, sum (x - max)) of each row.
@@ -58,21 +52,24 @@ struct Stats {
   MEGACORE_INLINE static void run(const T* x, int64_t stride, int64_t columns, const int64_t* target,
                                   int64_t vocab_start, int64_t ignore_index, A* out, int64_t begin, int64_t end) {
     constexpr A lowest = -std::numeric_limits<A>::infinity();
-    alignas(64) A v[kBlock];
     for (int64_t r = begin; r < end; ++r) {
       const T* row = x + r * stride;
       A peak = lowest;
       double total = 0, below = 0;
       for (int64_t at = 0; at < columns; at += kBlock) {
         const int64_t n = columns - at < kBlock ? columns - at : kBlock;
-        for (int64_t i = 0; i < n; ++i) v[i] = widen(row[at + i]);
-        const A higher = max_of(v, n, peak);
+        const A higher = max_of(row + at, n, peak);
         const A origin = higher == lowest ? A(0) : higher;  // -inf - -inf would be NaN
         const A shift = peak == lowest ? A(0) : peak - origin;
-        for (int64_t i = 0; i < n; ++i) v[i] -= origin;
-        below += double(at) * shift + sum_of(v, n);
-        for (int64_t i = 0; i < n; ++i) v[i] = exp_of(v[i]);
-        total = (shift == 0 ? total : total * std::exp(double(shift))) + sum_of(v, n);
+        A sums[kLanes] = {}, exps[kLanes] = {};
+        for_lanes(n, [&](int l, int64_t i) MEGACORE_LAMBDA {
+          const A d = widen(row[at + i]) - origin;
+          sums[l] += d;
+          exps[l] += exp_of(d);
+        });
+        const auto add = [](A a, A b) MEGACORE_LAMBDA { return a + b; };
+        below += double(at) * shift + join(sums, add);
+        total = (shift == 0 ? total : total * std::exp(double(shift))) + join(exps, add);
         peak = higher;
       }
       const int64_t y = target[r], local = y - vocab_start;
@@ -82,6 +79,14 @@ struct Stats {
       out[4 * r + 2] = owned ? A(widen(row[local])) : A(0);
       out[4 * r + 3] = A(below);
     }
+  }
+
+  MEGACORE_INLINE static A max_of(const T* v, int64_t n, A start) {
+    const auto larger = [](A a, A b) MEGACORE_LAMBDA { return b > a ? b : a; };
+    A lane[kLanes];
+    for (int l = 0; l < kLanes; ++l) lane[l] = start;
+    for_lanes(n, [&](int l, int64_t i) MEGACORE_LAMBDA { lane[l] = larger(lane[l], widen(v[i])); });
+    return join(lane, larger);
   }
 };
 
@@ -129,7 +134,6 @@ struct Backward {
                                   int64_t dx_stride, int64_t columns, int64_t width, const int64_t* target,
                                   const A* norm, int64_t vocab_start, Loss how, int64_t begin, int64_t end) {
     const A spread = A(how.smoothing / double(how.vocab_size)), share = A(1 - how.smoothing);
-    alignas(64) A v[kBlock];
     for (int64_t r = begin; r < end; ++r) {
       const T* row = x + r * x_stride;
       T* out = dx + r * dx_stride;
@@ -137,19 +141,16 @@ struct Backward {
       const int64_t real = counted ? columns : 0, hit = target[r] - vocab_start;
       const A g = grad[r * grad_stride], peak = norm[2 * r], rest = norm[2 * r + 1];
       const A extra = A(2 * how.z_loss * (double(peak) + double(rest)));
-      for (int64_t at = 0; at < real; at += kBlock) {
-        const int64_t n = real - at < kBlock ? real - at : kBlock;
-        for (int64_t i = 0; i < n; ++i) v[i] = widen(row[at + i]);
-        for (int64_t i = 0; i < n; ++i) {
-          const A p = exp_of((v[i] - peak) - rest);
-          v[i] = (p - spread) + extra * p;
-        }
-        if (hit >= at &&
-            hit < at + n) {  // p - 1 first: near p = 1 that difference is exact, (1 + 2 z lse) p - 1 is not
-          const A p = exp_of((A(widen(row[hit])) - peak) - rest);
-          v[hit - at] = ((p - share) - spread) + extra * p;
-        }
-        for (int64_t i = 0; i < n; ++i) out[at + i] = narrow<T>(g * v[i]);
+      const bool owned = hit >= 0 && hit < real;
+      const A picked = owned ? A(widen(row[hit])) : A(0);  // before dx, which may be x, is written
+#pragma GCC ivdep
+      for (int64_t i = 0; i < real; ++i) {
+        const A p = exp_of((A(widen(row[i])) - peak) - rest);
+        out[i] = narrow<T>(g * ((p - spread) + extra * p));
+      }
+      if (owned) {  // p - 1 first: near p = 1 that difference is exact, (1 + 2 z lse) p - 1 is not
+        const A p = exp_of((picked - peak) - rest);
+        out[hit] = narrow<T>(g * (((p - share) - spread) + extra * p));
       }
       for (int64_t i = real; i < width; ++i) out[i] = narrow<T>(A(0));
     }
@@ -254,7 +255,7 @@ void write_gradient(const char* op, const at::Tensor& grad, const at::Tensor& lo
 at::Tensor cross_entropy_bwd(const at::Tensor& grad, const at::Tensor& logits, const at::Tensor& target,
                              const at::Tensor& norm, int64_t vocab_start, int64_t vocab_size, int64_t ignore_index,
                              double label_smoothing, double z_loss) {
-  at::Tensor dx = at::empty(logits.sizes(), logits.options());
+  at::Tensor dx = fresh(logits.sizes(), logits.options());
   write_gradient("cross_entropy_bwd", grad, logits, target, norm, dx, vocab_start,
                  {vocab_size, ignore_index, label_smoothing, z_loss});
   return dx;

@@ -1,29 +1,44 @@
 #include "cpu/simd.h"
 
+#include <string>
+
 namespace megacore {
 namespace {
 
-bool supported() {
+constexpr const char* kNames[] = {"portable", "avx2", "avx512"};
+
+bool supported(Isa isa) {
+  if (isa == Isa::portable) return true;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (isa == Isa::avx2) return avx2;
+  return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #else
   return false;
 #endif
 }
 
-bool avx2 = supported();
+Isa best() {
+  return supported(Isa::avx512) ? Isa::avx512 : supported(Isa::avx2) ? Isa::avx2 : Isa::portable;
+}
+
+Isa now = best();
 
 }  // namespace
 
-bool use_avx2() {
-  return avx2;
+Isa isa() {
+  return now;
 }
 const char* cpu_path() {
-  return avx2 ? "avx2" : "portable";
+  return kNames[int(now)];
 }
-void set_portable(bool on) {
-  avx2 = !on && supported();
+bool set_cpu_path(const char* name) {
+  if (*name == 0) return now = best(), true;
+  for (Isa isa : {Isa::portable, Isa::avx2, Isa::avx512})
+    if (std::string(name) == kNames[int(isa)] && supported(isa)) return now = isa, true;
+  return false;
 }
 
 }  // namespace megacore

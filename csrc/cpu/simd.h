@@ -1,21 +1,29 @@
-// One source, two instruction sets. A kernel body is a struct with a static always-inline `run` in plain scalar loops;
-// run_on_cpu<Body>(args...) calls it inside a function compiled for AVX2+FMA+F16C, or inside one compiled for the
+// One source, three instruction sets. A kernel body is a struct with a static always-inline `run` in plain scalar
+// loops; run_on_cpu<Body>(args...) calls it inside a function compiled for AVX-512, for AVX2+FMA+F16C, or for the
 // baseline, and the compiler vectorises each. The rest of the file, and every ATen header, stays at the baseline.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 #define MEGACORE_INLINE inline __attribute__((always_inline))
+#define MEGACORE_LAMBDA __attribute__((always_inline))
 
 namespace megacore {
 
-const char* cpu_path();      // "avx2" or "portable"
-void set_portable(bool on);  // tests only
-bool use_avx2();             // decided when the library is loaded
+enum class Isa { portable, avx2, avx512 };
+
+Isa isa();                            // decided when the library is loaded
+const char* cpu_path();               // its name
+bool set_cpu_path(const char* name);  // tests and benchmarks; "": the best; false: not there
 
 #if defined(__x86_64__)
 template <class Body, class... Args>
 __attribute__((target("avx2,fma,f16c"), noinline)) void run_avx2(Args... args) {
+  Body::run(args...);
+}
+template <class Body, class... Args>
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512"), noinline)) void
+run_avx512(Args... args) {
   Body::run(args...);
 }
 #endif
@@ -29,7 +37,8 @@ __attribute__((noinline)) void run_portable(Args... args) {
 template <class Body, class... Args>
 inline void run_on_cpu(Args... args) {
 #if defined(__x86_64__)
-  if (use_avx2()) return run_avx2<Body>(args...);
+  if (isa() == Isa::avx512) return run_avx512<Body>(args...);
+  if (isa() == Isa::avx2) return run_avx2<Body>(args...);
 #endif
   run_portable<Body>(args...);
 }

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +18,7 @@ from megacore.ops import cross_entropy, implementations, use
 
 IMPLS = implementations("cross_entropy", "cpu")
 KERNELS = {"cpp": "", "triton": "_triton"}  # suffixes of the local operators
-PATHS = [*IMPLS, "cpp-portable"]  # the C++ kernels without AVX2 too
+PATHS = [*IMPLS, "cpp-avx2", "cpp-portable"]  # the narrower instruction sets of the C++ kernels too
 OPTIONS = [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}, {"label_smoothing": 1.0, "z_loss": 0.1, "ignore_index": 0}]
 
 
@@ -144,11 +145,14 @@ CASES = [*_mb_01(), *_mb_02(), *_mb_03(), *_mb_04(), *_mb_11(), *_against_fp64()
 @contextmanager
 def serving(path: str) -> Iterator[str]:
     """One of PATHS serves cross_entropy within the block; gives the name of its implementation."""
-    name = path.removesuffix("-portable")
-    _C.set_portable(path != name)
-    with use(name, "cross_entropy"):
-        yield name
-    _C.set_portable(False)
+    name, _, isa = path.partition("-")
+    if not _C.set_cpu_path(isa):
+        pytest.skip(f"this machine has no {isa}")
+    try:
+        with use(name, "cross_entropy"):
+            yield name
+    finally:
+        _C.set_cpu_path("")
 
 
 def inputs(rows, vocab, dtype=torch.float32, seed=0, ignored=True):
