@@ -16,6 +16,7 @@
 #include <tuple>
 
 #include "check.h"
+#include "cpu/fresh.h"
 #include "cpu/gelu.h"
 #include "cpu/storage.h"
 
@@ -103,9 +104,10 @@ std::tuple<at::Tensor, at::Tensor> linear_gelu(const at::Tensor& x, const at::Te
   const at::Tensor x2 = x.reshape({rows, k}).contiguous(), wt = weight.contiguous().t();
   // In 16 bits the bias enters inside the GEMM, before the one rounding of the pre-activation.
   const bool bias_in_pass = bias && x.element_size() >= 4;
-  const at::Tensor pre = bias && !bias_in_pass ? at::addmm(*bias, x2, wt) : at::mm(x2, wt);
+  at::Tensor pre = fresh({rows, n}, x.options());
+  bias && !bias_in_pass ? at::addmm_out(pre, *bias, x2, wt) : at::mm_out(pre, x2, wt);
   check_same(op, "pre", pre, "x", x);  // what follows reads and writes pre as x's type
-  const at::Tensor y = at::empty({rows, n}, x.options());
+  const at::Tensor y = fresh({rows, n}, x.options());
   const at::Tensor b = bias_in_pass ? bias->contiguous() : at::Tensor();
 
   with_form(op, approximate, [&](auto form) {
@@ -136,7 +138,7 @@ std::tuple<at::Tensor, at::Tensor> linear_gelu_dpre(const at::Tensor& dy, const 
   for (int64_t d = 0; d + 1 < pre.dim(); ++d) rows *= pre.size(d);
   const at::Tensor dy2 = dy.reshape({rows, n}), p2 = pre.contiguous();
   const at::Tensor g = dy2.stride(1) == 1 ? dy2 : dy2.contiguous();  // rows may lie anywhere, or be one row expanded
-  const at::Tensor dpre = at::empty({rows, n}, pre.options());
+  const at::Tensor dpre = fresh({rows, n}, pre.options());
   const at::Tensor dbias = at::empty({bias_grad ? n : 0}, pre.options());
   const int64_t down = (rows + kRows - 1) / kRows;
 
