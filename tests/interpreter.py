@@ -2,7 +2,7 @@
 
 Triton serves a CPU only in its interpreter, which must be chosen before it is imported: `run_in_the_interpreter` runs
 tests in a process of its own. There `mended` (a fixture of the whole session) corrects what the interpreter of Triton
-3.6 to 3.9 does to bf16, so that a kernel is judged and not its stand-in: it cuts fp32 to bf16 off where every GPU rounds
+3.6 to 3.9 does to bf16, so that the kernel is judged: it cuts fp32 to bf16 off where every GPU rounds
 to the nearest, and it multiplies matrices of bf16 as if their bits were integers.
 """
 

@@ -1,6 +1,6 @@
 """Dropout keyed by coordinates: the same bits as csrc/cpu/dropout.cpp, whose head defines them.
 
-A program owns ROWS rows (b, g, s) and BLOCKS Philox counters of each, that is 4 * BLOCKS features. The counters of a row
+A program owns ROWS rows (b, g, s) and BLOCKS Philox counters of each: 4 * BLOCKS features. The counters of a row
 start at its first element rounded down to a multiple of four, so each is drawn once and gives four elements to one
 thread; the elements before and after the row are masked. One read and one write of x: 2*n*size bytes is the bound while
 ten Philox rounds per four elements (about 15 integer operations an element) stay below it. Not yet run on a GPU.

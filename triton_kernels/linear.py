@@ -1,10 +1,10 @@
 """y = act(pre), pre = x W^T + b: one persistent kernel; and one pass for the gradient of pre and of the bias.
 
-M rows, K inputs, N outputs; F = N/2 for SwiGLU, whose weight holds F gate rows, then F up rows. As many programs as the
-GPU holds at once walk the tiles of y in bands of GROUP tile rows, so that programs which run together share weights and
-rows in L2. A tile is multiplied in fp32; bias and activation follow in registers and y and pre are stored from there, so
-that beyond the product's own traffic only the one write of pre is paid: max(2MNK/F, size (MK + NK + 2MN)/BW). The
-activation is taken of pre as stored, so that computing y again from pre gives its bits.
+M rows, K inputs, N outputs; F = N/2 for SwiGLU, whose weight holds F gate rows, then F up rows. As many programs as
+the GPU holds at once walk the tiles of y in bands of GROUP tile rows, so that those which run together share weights
+and rows in L2. A tile sums in fp32; bias and activation follow in registers and y and pre are stored from there: beyond
+the product's own traffic only the write of pre is paid, max(2MNK/F, size (MK + NK + 2MN)/BW). The activation is taken
+of pre as stored, so that computing y again from pre gives its bits.
 `dpre` moves 3MN elements and a partial sum of 4 bytes for each SUM_ROWS of them. Not yet run on a GPU.
 """
 
@@ -21,7 +21,7 @@ from triton.runtime import JITFunction
 
 @triton.jit
 def gate(v, FORM: tl.constexpr):
-    """(s, s') of v * s(v): the formulas of csrc/cpu/gelu.h ("tanh", and "none" for erf); "swiglu": the logistic of v."""
+    """(s, s') of v * s(v): as in csrc/cpu/gelu.h for "tanh"; erf for "none"; "swiglu": the logistic function of v."""
     if FORM == "none":
         s = 0.5 + 0.5 * tl.erf(v * 0.7071067811865476)
         return s, 0.3989422804014327 * tl.exp(-0.5 * v * v)
@@ -100,7 +100,7 @@ def forward_kernel(
             w_at += BK * tl.cast(w_col, tl.int64)
         if BN < 128:
             finish(acc, other, bias_ptr, y_ptr, pre_ptr, rows, outs, top, left, FORM, BIAS)
-        else:  # in halves, one after the other, or the activation of a whole tile would take more registers than there are
+        else:  # in halves, one after the other: the activation of a whole tile would take more registers than there are
             low, high = tl.split(tl.permute(tl.reshape(acc, [BM, 2, BN // 2]), [0, 2, 1]))
             finish(low, low, bias_ptr, y_ptr, pre_ptr, rows, outs, top, left, FORM, BIAS)
             finish(high, high, bias_ptr, y_ptr, pre_ptr, rows, outs, top, left + BN // 2, FORM, BIAS)
@@ -182,8 +182,9 @@ def configs(dtype: torch.dtype) -> tuple[Config, ...]:
 
 
 def choose(rows: int, cols: int, dtype: torch.dtype, processors: int) -> Config:
-    """The configuration with the least modelled time for y [rows, cols]: tiles of the busiest multiprocessor times their
-    size over their rate. A pure function of the problem, so that every rank, run and restart sums in the same order."""
+    """The configuration with the least modelled time for y [rows, cols]: tiles of the busiest multiprocessor times
+    their size over their rate. A pure function of the problem and the GPU, so that each rank, run and restart sums in
+    the same order; a measured choice would not be."""
 
     def time(config: Config) -> float:
         tiles = triton.cdiv(rows, config.rows) * triton.cdiv(cols, config.cols)
@@ -195,11 +196,11 @@ def choose(rows: int, cols: int, dtype: torch.dtype, processors: int) -> Config:
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, config: Config | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """x [M, K], weight [N, K], any strides; bias [N] or None; activation "", "tanh", "none" (GELU by tanh and by erf) or
-    "swiglu" -> y [M, N] ([M, N/2] for "swiglu") and pre [M, N], contiguous; pre is None for "". Sums in fp32.
+    """x [M, K], weight [N, K], any strides; bias [N] or None; activation "", "tanh", "none" (GELU by tanh and by erf)
+    or "swiglu" -> y [M, N] ([M, N/2] for "swiglu") and pre [M, N], contiguous; pre is None for "". Sums in fp32.
 
-    fp32, bf16 or fp16, all of one dtype. ValueError for another dtype, for an unknown activation, for shapes that do not
-    fit. `config` is for a benchmark; the default is `choose`."""
+    fp32, bf16 or fp16, all of one dtype. ValueError for another dtype, for an unknown activation, for shapes that do
+    not fit. `config` is for a benchmark; the default is `choose`."""
     _check("linear", x, activation, ("", "tanh", "none", "swiglu"))
     for name, t, shape in (("weight", weight, (len(weight), x.shape[-1])), ("bias", bias, (len(weight),))):
         if t is not None and (t.shape != shape or t.dtype != x.dtype):
