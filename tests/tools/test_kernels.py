@@ -45,14 +45,28 @@ def test_gate(tmp_path, columns, code, words):
     assert words in done.stdout
 
 
-def test_what_ptxas_says():
+def load():
     spec = importlib.util.spec_from_file_location("kernels_tool", TOOL)
-    tool = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = tool
+    sys.modules[spec.name] = tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    return tool
+
+
+def test_what_ptxas_says():
+    tool = load()
     line = "    {} bytes stack frame, {} bytes spill stores, {} bytes spill loads\nptxas info : Used 168 registers"
     assert not tool.ptxas_faults(line.format(0, 0, 0))
     assert tool.ptxas_faults(line.format(8, 0, 0)) and tool.ptxas_faults(line.format(16, 4, 4))
     assert tool.ptxas_faults(
         "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
     )
+
+
+def test_what_the_machine_code_must_hold():
+    fault = load().matrix_fault
+    product = "%5 = tt.dot %1, %2, %3 : tensor<64x64xf16> * tensor<64x64xf16> -> tensor<64x64xf32>"
+    assert not fault(product, "HGMMA.64x64x16.F32 R24 ;", 90) and not fault(product, "HMMA.16816.F32 R4 ;", 80)
+    assert "no HGMMA" in fault(product, "HMMA.16816.F32 R4 ;", 90) and "no HMMA" in fault(product, "FFMA R1 ;", 80)
+    assert "slow path" in fault(product, "HGMMA.64x64x16 R24 ; HMMA.16816 R4 ;", 90)
+    assert not fault(product.replace("f16", "f32"), "FFMA R1 ;", 90), "fp32 products have no such instruction"
+    assert "STL" in fault("", "STL.64 [R1], R2 ;", 80)
