@@ -14,8 +14,15 @@ from pathlib import Path
 from bench import bounds, harness, report
 
 BENCHES = (
-    "linear", "linear_gelu", "linear_swiglu", "cross_entropy", "linear_cross_entropy", "vocab_parallel", "dropout", "step"
-)  # fmt: skip
+    "linear",
+    "linear_gelu",
+    "linear_swiglu",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "vocab_parallel",
+    "dropout",
+    "step",
+)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,6 +41,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", metavar="N", help="default 1; for bounds 1 2")
     parser.add_argument("--quick", action="store_true", help="small shapes: does it run at all?")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument(
+        "--impl", choices=("cpp", "triton", "reference"), help="of ours; default: what dispatch chooses"
+    )
     parser.add_argument("--only", nargs="+", metavar="KEY=VALUE", help="only the cases that have all of these")
     parser.add_argument("--of", type=Path, nargs="+", metavar="FILE", help="bounds: judge the rows of these files")
     args = parser.parse_args(argv)
@@ -52,7 +62,7 @@ def options_of(args: argparse.Namespace) -> harness.Options:
     device = args.device or ("cuda" if torch.cuda.is_available() and args.ops != ("bounds",) else "cpu")
     only = (dict(word.split("=", 1) for word in args.only),) if args.only else ()
     return harness.Options(
-        tuple(args.rivals), args.rounds, tuple(args.threads or (1,)), args.quick, device, args.budget, only
+        tuple(args.rivals), args.rounds, tuple(args.threads or (1,)), args.quick, device, args.budget, only, args.impl
     )
 
 

@@ -36,7 +36,8 @@ def limit_ours() -> None:
     if hasattr(_C, "set_native_16bit"):
         _C.set_native_16bit(False)
     a, b = torch.randn(256, 512), torch.randn(512, 512)
-    runs = {"fp32": lambda: a @ b, "bf16": lambda x=a.bfloat16(), y=b.bfloat16(): x @ y}
+    narrow_a, narrow_b = a.bfloat16(), b.bfloat16()
+    runs = {"fp32": lambda: a @ b, "bf16": lambda: narrow_a @ narrow_b}
     taken = {name: min(seconds) for name, seconds in harness.interleave(runs, 5).items()}
     if taken["bf16"] < SLOWER * taken["fp32"]:
         raise SystemExit(f"{VARIABLE}={VALUE} did not slow torch down: {taken}; isa=avx2 is not measured")

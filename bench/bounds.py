@@ -1,5 +1,5 @@
-"""What must hold on a CPU, as data: each bound names the rows it reads, the figure it takes from them and the number that
-the figure must reach. `python -m bench bounds` prints all of them with figure and verdict.
+"""What must hold on a CPU, as data: each bound names the rows it reads, the figure it takes from them and the number
+that the figure must reach. `python -m bench bounds` prints all of them with figure and verdict.
 """
 
 from __future__ import annotations

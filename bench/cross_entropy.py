@@ -1,4 +1,4 @@
-"""cross_entropy against F.cross_entropy.    logits [R, V], target [R] -> [R] on a CPU; on a GPU the mean, as Liger has it
+"""cross_entropy against F.cross_entropy.    logits [R, V], target [R] -> [R]; on a GPU the mean, as Liger has it
 
 Limit: forward reads the logits once; backward reads them again and writes the gradient, all at the measured bandwidth.
 Floor where the logits are kept (`read-and-copy`): read them once, then read them and write a fresh copy, in the same

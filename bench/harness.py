@@ -45,6 +45,7 @@ class Options:
     device: str = "cpu"
     budget: float = 60.0  # seconds for the rounds of one row: long ones get fewer, never below FEWEST
     only: tuple[Mapping[str, object], ...] = ()  # run the cases that agree with one of these
+    impl: str | None = None  # of ours: "cpp", "triton", "reference"; None: what dispatch chooses
 
     def wants(self, bench: str, case: Mapping[str, object]) -> bool:
         """Whether the case (or, while it has no `dir` yet, one of its directions) is asked for."""
@@ -119,7 +120,7 @@ def interleave(
     seconds_of: Callable[[Callable[[], object]], float] = wall_seconds,
     budget: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Seconds of each contestant in each round. `between(name)` runs untimed before each: a sweep, new inputs, a barrier.
+    """Seconds of each contestant in each round. `between(name)` runs untimed before each: a sweep, inputs, a barrier.
 
     Fewer rounds than asked, but not below FEWEST, where they would take more than `budget` seconds. Ranks that meet in
     a barrier must not have a budget: they would differ in it.

@@ -1,7 +1,7 @@
 """What the benchmarks of linear, linear_gelu and linear_swiglu share.    x [M, K], weight [N, K], bias [N] -> [M, N]
 
-Limit: the matrix products (one forward, two more backward) at the measured peak, or reading x and the weight and writing
-the pre-activation and the output, whichever takes longer.
+Limit: the matrix products (one forward, two more backward) at the measured peak, or reading x and the weight and
+writing the pre-activation and the output, whichever takes longer.
 """
 
 from __future__ import annotations

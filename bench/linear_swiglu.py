@@ -1,4 +1,4 @@
-"""linear_swiglu against torch: h = F.linear(x, w), F.silu(gate) * up, [gate | up] = h.    x [M, K], w [2F, K] -> [M, F]"""
+"""linear_swiglu against torch: [gate | up] = F.linear(x, w), F.silu(gate) * up.    x [M, K], w [2F, K] -> [M, F]"""
 
 from collections.abc import Iterator
 

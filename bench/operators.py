@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -16,6 +17,7 @@ from bench import harness, memory
 from bench.harness import Limits, Missing, Options
 from bench.poison import poisoned, spoil
 from bench.report import Row, row
+from megacore.ops.dispatch import SERVED, implementations, use
 
 Operator = Callable[..., Tensor]
 RIVAL_FACTOR = 8.0  # a rival may be less exact than torch; more than this and it computes something else
@@ -196,6 +198,12 @@ def sweep(
     """The rows of all cases that are wanted, for each number of threads (on a GPU: once). An operator that this build
     lacks is one line on the screen."""
     cases = list(cases)
+    if options.impl:
+        able = implementations(bench, options.device) if bench in SERVED else []
+        if options.impl not in able:
+            say_once(f"- {bench}: no {options.impl} on {options.device}; there is {', '.join(able) or 'nothing else'}")
+            return
+        cases = [{**case, "impl": options.impl} for case in cases]
     for threads in options.threads if options.device == "cpu" else (None,):
         if threads:
             torch.set_num_threads(threads)
@@ -207,9 +215,11 @@ def sweep(
             torch.manual_seed(0)
             dtypes = ceiling_dtypes(DTYPES[str(case["dtype"])], options.device)
             if dtypes not in limits:
-                limits[dtypes] = harness.measure_limits(device=options.device, dtypes=dtypes)
+                size = {"size": 256, "copy_bytes": 16 << 20} if options.quick else {}
+                limits[dtypes] = harness.measure_limits(device=options.device, dtypes=dtypes, **size)
             try:
-                yield from measure(make(case, limits[dtypes]), options)
+                with use(options.impl, bench, options.device) if options.impl else nullcontext():
+                    yield from measure(make(case, limits[dtypes]), options)
             except Missing as reason:
                 say_once(f"- {bench}: {reason}")
 

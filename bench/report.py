@@ -16,7 +16,8 @@ import torch
 from bench.harness import RIVALS, Timed, spread
 
 CASE_KEYS = (
-    "act", "dtype", "shape", "dir", "threads", "inplace", "reduction", "tp", "pp", "schedule", "model", "isa", "device"
+    "act", "dtype", "shape", "dir", "threads", "inplace", "reduction", "tp", "pp", "schedule", "model", "isa", "impl",
+    "device",
 )  # fmt: skip
 FLOORS = ("linear-alone", "read-and-copy")
 PACKAGES = ("torch", "triton", "numpy", "megatron-core", "deepspeed", "liger-kernel", "transformers")
@@ -132,7 +133,7 @@ def _commit() -> str | None:
             return ""
         return done.stdout.strip()
 
-    commit = git("rev-parse", "--short=12", "HEAD")
+    commit = git("rev-parse", "--short=12", "HEAD") or os.environ.get("MEGACORE_COMMIT", "")
     return (commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")) or None
 
 
@@ -143,17 +144,17 @@ def machine() -> dict:
     return found
 
 
-def report(rows: Sequence[Row]) -> dict:
-    """What `--json` writes: a number is worth nothing without its machine, versions and commit."""
+def about() -> dict:
+    """A number is worth nothing without its machine, versions and commit."""
     versions = {"python": platform.python_version()} | {p: _version(p) for p in PACKAGES}
-    return {"machine": machine(), "versions": versions, "commit": _commit(), "rows": [asdict(row) for row in rows]}
+    return {"machine": machine(), "versions": versions, "commit": _commit()}
 
 
 def write(path: Path, rows: Sequence[Row], **more: object) -> None:
-    """Beside it and then renamed: a run that is stopped leaves the rows of before."""
+    """What `--json` keeps, and `more`. Written beside it and then renamed: a stopped run leaves the rows of before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(report(rows) | more, indent=1) + "\n")
+    beside.write_text(json.dumps({**about(), "rows": [asdict(row) for row in rows], **more}, indent=1) + "\n")
     beside.replace(path)
 
 
@@ -161,3 +162,7 @@ def read(path: Path) -> tuple[dict, list[Row]]:
     """(everything in the file, its rows)"""
     found = json.loads(path.read_text())
     return found, [Row.from_json(row) for row in found["rows"]]
+
+
+if __name__ == "__main__":  # one line: for gpu_check.sh
+    print(json.dumps(about()))

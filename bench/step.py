@@ -124,7 +124,7 @@ def rows(options: Options) -> Iterator[Row]:
     if find_spec("megatron") is None and "megatron-core" in names:
         names.remove("megatron-core")
         missing["megatron-core"] = "megatron-core is not installed"
-    if options.device != "cpu":
+    if options.device != "cpu" or options.impl:
         return
     with WorkerPool(TP) as pool:
         for model, (config, batch, share) in (QUICK if options.quick else SIZES).items():

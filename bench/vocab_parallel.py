@@ -29,7 +29,7 @@ TP = 2
 def rows(options: Options) -> Iterator[Row]:
     count, vocab = (16, 1000) if options.quick else (1024, 50304)
     case = {"dtype": "fp32", "shape": f"{count}x{vocab}", "dir": "fwd+bwd", "threads": 1, "inplace": True, "tp": TP}
-    if options.device != "cpu" or not options.wants("vocab_parallel", case):
+    if options.device != "cpu" or options.impl or not options.wants("vocab_parallel", case):
         return
     with WorkerPool(TP) as pool:
         answers = pool.run(_contest, count, vocab, options.rivals, options.rounds, timeout=900)
