@@ -37,9 +37,7 @@ class Problem:
     limits_ms: Mapping[str, float]  # direction -> physical limit; its directions are those that are timed
     rivals: Mapping[str, Callable[[], Operator]] = field(default_factory=dict)  # a function that makes it, or Missing
     forward_only: tuple[str, ...] = ()  # rivals without a gradient
-    overwriting: tuple[
-        str, ...
-    ] = ()  # contestants that write over the first input; it is new before each of their runs
+    overwriting: tuple[str, ...] = ()  # contestants that write over the first input; new before each of their runs
     floors: Mapping[str, Mapping[str, Callable[[], object]]] = field(default_factory=dict)  # direction -> name -> run
     extra_of: int | None = None
     verify: Callable[[], None] | None = None  # instead of the comparison with fp64
@@ -149,7 +147,7 @@ def contestants(problem: Problem, options: Options) -> tuple[dict[str, Operator]
             continue
         try:
             kept[name] = make()
-            if judge:
+            if judge and kept[name] is not problem.torchs:  # which is the yardstick itself
                 judge.check(name, kept[name], RIVAL_FACTOR, name in problem.forward_only)
         except Exception as error:  # a rival that breaks is a finding about it, not about us
             kept.pop(name, None)

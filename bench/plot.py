@@ -75,6 +75,7 @@ def _bars(axis, drawn: Sequence[Row], bars: Sequence[tuple]) -> None:
         axis.annotate(f"{ratio:.2f}", (ratio, height), (2, 0), textcoords="offset points", va="center", fontsize=6)
         seen.add(name)
     axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.set_ylim(heights[-1] - 1, heights[0] + 1)
     axis.set_yticks(middles, [label(row) for row in drawn])
     axis.set_xlabel("time of the rival / time of ours (1 = equal, more = ours is faster)")
     axis.legend(loc="lower right", fontsize=6)
