@@ -82,12 +82,25 @@ def wrong_gradient(x, w):
     return x @ w + 1e-3 * (w - w.detach()).sum()
 
 
+def stale(x, w):
+    """Written by nobody, and yet right where malloc hands out the block that was just freed."""
+
+    def rows():  # the first of a block are malloc's own once it is freed
+        return torch.empty(64, 4)[-8:]
+
+    right = rows()
+    right.copy_((x @ w).detach())
+    del right
+    return rows() + 0 * (x @ w)
+
+
 WRONG = [
     (wrong_gradient, "gradient 2"),
     (lambda x, w: (x @ w) * 1.001, "output"),
     (lambda x, w: (x @ w) * float("nan"), "output"),
     (lambda x, w: (x @ w)[:, :1].expand(8, 4) * torch.tensor([1.0, 0, 0, 0]), "output"),
     (lambda x, w: Unwritten.apply(x, w, True), "output"),
+    (stale, "output"),
     (lambda x, w: Unwritten.apply(x, w, False), "gradient 1"),
 ]
 
