@@ -1,48 +1,80 @@
-"""cross_entropy against F.cross_entropy, a loss for each token.    logits [R, V], target [R] -> [R]
+"""cross_entropy against F.cross_entropy.    logits [R, V], target [R] -> [R]; on a GPU the mean, as Liger has it
 
 Limit: forward reads the logits once; backward reads them again and writes the gradient, all at the measured bandwidth.
+Floor where the logits are kept (`read-and-copy`): read them once, then read them and write a fresh copy, in the same
+rounds. It pays for the pages of the copy, which the limit does not.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from bench import harness, operators
-from megacore.ops import cross_entropy
-
-SHAPES = ((1024, 32000), (1024, 50304))  # R, V
-
-
-def rows(options: harness.Options) -> Iterator[harness.Row]:
-    for threads in options.threads:
-        torch.set_num_threads(threads)
-        limits = harness.measure_limits()
-        for shape in ((16, 1000),) if options.quick else SHAPES:
-            for inplace in (False, True):
-                case = {"dtype": "fp32", "shape": "x".join(map(str, shape)), "threads": threads, "inplace": inplace}
-                yield from _rows(options, limits, case, shape)
+from bench.harness import Options
+from bench.operators import DTYPES, Problem, dims, ours_named
+from bench.report import Row
 
 
-def _rows(
-    options: harness.Options, limits: harness.Limits, case: dict, shape: tuple[int, int]
-) -> Iterator[harness.Row]:
-    rows_, vocab = shape
-    torch.manual_seed(0)
-    logits = torch.randn(rows_, vocab).requires_grad_()
-    target = torch.randint(vocab, (rows_,))
-    dy = torch.rand(rows_)
+def cases(options: Options) -> list[dict[str, object]]:
+    """Shape: R, V."""
+    if options.device == "cuda":
+        how = {"dtype": "bf16", "shape": "64x1000" if options.quick else "8192x131072", "reduction": "mean"}
+        return [how | {"inplace": inplace} for inplace in (False, True)]
+    shape = "16x1000" if options.quick else "1024x50304"
+    return [
+        {"dtype": dtype, "shape": shape, "inplace": inplace} for dtype in ("fp32", "bf16") for inplace in (False, True)
+    ]
+
+
+def rows(options: Options) -> Iterator[Row]:
+    yield from operators.sweep(
+        "cross_entropy", options, cases(options), lambda case, limits: _problem(case, limits, options.device)
+    )
+
+
+def _problem(case: dict[str, object], limits: harness.Limits, device: str) -> Problem:
+    count, vocab = dims(case)
+    inplace, reduction, dtype = bool(case["inplace"]), str(case.get("reduction", "none")), DTYPES[str(case["dtype"])]
+    logits = torch.randn(count, vocab, device=device).to(dtype).requires_grad_()
+    target = torch.randint(vocab, (count,), device=device)
+    dy = 0.5 + torch.rand(() if reduction == "mean" else (count,), device=device)
+    mine = ours_named("cross_entropy")
 
     def ours(logits, target):
-        return cross_entropy(logits, target, vocab_size=vocab, reduction="none", inplace_backward=case["inplace"])
+        return mine(logits, target, vocab_size=vocab, reduction=reduction, inplace_backward=inplace)
 
     def torchs(logits, target):
-        return F.cross_entropy(logits, target, reduction="none")
+        return F.cross_entropy(logits, target, reduction=reduction)
 
-    operators.verify("cross_entropy", ours, torchs, (logits, target), dy)
-    contestants = {"ours": ours, "torch-eager": torchs, "torch-compile": operators.compiled(torchs)}
-    nbytes = 4.0 * rows_ * vocab
-    bounds = {"fwd": limits.ms(nbytes=nbytes), "fwd+bwd": limits.ms(nbytes=3 * nbytes)}
-    if case["inplace"]:
-        del bounds["fwd"]  # nothing differs in forward
-    yield from operators.rows("cross_entropy", case, contestants, (logits, target), dy, options, bounds)
+    rivals = operators.torch_rivals(torchs)
+    if device == "cuda" and inplace:
+        rivals["liger"] = _liger
+    once = float(logits.nbytes)
+    limits_ms = {} if inplace else {"fwd": limits.ms(nbytes=once)}  # in forward nothing differs
+    limits_ms["fwd+bwd"] = limits.ms(nbytes=3 * once)
+    floors = {} if inplace else {"fwd+bwd": {"read-and-copy": _read_and_copy(logits.detach(), device)}}
+    overwriting = ("ours", "liger") if inplace else ()
+    return Problem(
+        "cross_entropy", case, ours, torchs, (logits, target), dy, limits_ms, rivals,
+        overwriting=overwriting, floors=floors, extra_of=logits.nbytes,
+    )  # fmt: skip
+
+
+def _read_and_copy(logits: Tensor, device: str) -> Callable[[], object]:
+    """With the fastest of torch's ways to read."""
+    readers: dict[str, Callable[[], object]] = {
+        "sum": logits.sum,
+        "max": lambda: logits.amax(),
+        "dot": lambda: torch.dot(logits.view(-1), logits.view(-1)),
+    }
+    taken = harness.interleave(readers, 3, warmup=1, seconds_of=harness.clock(device))
+    read = readers[min(taken, key=lambda name: min(taken[name]))]
+    return lambda: (read(), logits.clone())
+
+
+def _liger() -> operators.Operator:
+    return operators.of_package("liger-kernel", "liger_kernel.transformers.functional", "liger_cross_entropy")

@@ -3,34 +3,44 @@
 Limit: one read and one write of the tensor in each direction, at the measured bandwidth.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
 from bench import harness, operators
+from bench.harness import Options
+from bench.operators import DTYPES, Problem, dims
+from bench.poison import poisoned
+from bench.report import Row
 from megacore.ops import dropout, use
 
-SHAPES = ((4, 1024, 768), (4, 256, 256))  # B, S, F
 P = 0.1
 KEY = 0x5DEECE66D
 
 
-def rows(options: harness.Options) -> Iterator[harness.Row]:
-    for threads in options.threads:
-        torch.set_num_threads(threads)
-        limits = harness.measure_limits()
-        for shape in ((2, 16, 32),) if options.quick else SHAPES:
-            case = {"dtype": "fp32", "shape": "x".join(map(str, shape)), "threads": threads}
-            yield from _rows(options, limits, case, shape)
+def cases(options: Options) -> list[dict[str, object]]:
+    """Shape: B, S, F."""
+    if options.quick:
+        return [{"dtype": "fp32", "shape": "2x16x32"}]
+    if options.device == "cuda":
+        return [{"dtype": "bf16", "shape": "4x4096x4096"}]
+    return [{"dtype": "fp32", "shape": shape} for shape in ("4x1024x768", "4x256x256")]
 
 
-def _rows(
-    options: harness.Options, limits: harness.Limits, case: dict, shape: tuple[int, int, int]
-) -> Iterator[harness.Row]:
-    torch.manual_seed(0)
-    x, dy = torch.randn(shape).requires_grad_(), torch.randn(shape)
-    sample, position = torch.arange(shape[0]), torch.arange(shape[1])
+def rows(options: Options) -> Iterator[Row]:
+    yield from operators.sweep(
+        "dropout", options, cases(options), lambda case, limits: _problem(case, limits, options.device)
+    )
+
+
+def _problem(case: dict[str, object], limits: harness.Limits, device: str) -> Problem:
+    shape, dtype = dims(case), DTYPES[str(case["dtype"])]
+    x = torch.randn(shape, device=device).to(dtype).requires_grad_()
+    dy = torch.randn(shape, device=device).to(dtype)
+    sample, position = (torch.arange(size, device=device) for size in shape[:2])
 
     def ours(x):
         return dropout(x, P, key=KEY, sample=sample, position=position)
@@ -38,16 +48,19 @@ def _rows(
     def torchs(x):
         return F.dropout(x, P)
 
-    _verify(ours, x, dy)
-    nbytes = 4.0 * x.numel()
-    bounds = {"fwd": limits.ms(nbytes=2 * nbytes), "fwd+bwd": limits.ms(nbytes=4 * nbytes)}
-    yield from operators.rows("dropout", case, {"ours": ours, "torch-eager": torchs}, (x,), dy, options, bounds)
+    once = float(x.nbytes)
+    limits_ms = {"fwd": limits.ms(nbytes=2 * once), "fwd+bwd": limits.ms(nbytes=4 * once)}
+    rivals = {"torch-eager": lambda: torchs}
+    return Problem(
+        "dropout", case, ours, torchs, (x,), dy, limits_ms, rivals, verify=lambda: _verify(ours, x, dy, device)
+    )
 
 
-def _verify(ours: operators.Operator, x: torch.Tensor, dy: torch.Tensor) -> None:
+def _verify(ours: operators.Operator, x: torch.Tensor, dy: torch.Tensor, device: str) -> None:
     """The mask is that of the plain-torch Philox, bit for bit, forward and backward, and drops the share it should."""
-    got = operators.outcome(ours, (x,), dy)
-    with use("reference", "dropout"):
+    with poisoned():
+        got = operators.outcome(ours, (x,), dy)
+    with use("reference", "dropout", device):
         wanted = operators.outcome(ours, (x,), dy)
     if not all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)):
         raise AssertionError("dropout: other bits than the reference; not timed")

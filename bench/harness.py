@@ -1,26 +1,21 @@
 """Verify, then time: ours and its rivals in turn in one process, beside what the machine could do at best.
 
 A time is the median over rounds. In each round every contestant runs once, in an order that rotates, after a sweep
-through memory that empties the caches; what disturbs the machine then disturbs all of them alike.
+through memory that empties the caches; what disturbs the machine then disturbs all of them alike. A ratio is the median
+of the ratios of the rounds.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import subprocess
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
 from torch import Tensor
 
-CASE_KEYS = ("act", "dtype", "shape", "dir", "threads", "inplace", "tp", "pp", "schedule", "model")
 RIVALS = (
     "torch-eager",
     "torch-compile",
@@ -30,9 +25,15 @@ RIVALS = (
     "deepspeed",
     "gloo",
     "onednn",
+    "cublaslt",
     "liger",
 )
-CACHE_BYTES = 64 << 20  # more than the last-level cache that one core gets on the machines we know
+CACHE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # more than the last-level cache of the machines we know
+FEWEST = 5  # rounds, however long one takes
+
+
+class Missing(Exception):
+    """A contestant cannot run here; the text says why. It is shown as "-", and is no error."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,27 @@ class Options:
     rounds: int = 20
     threads: tuple[int, ...] = (1,)
     quick: bool = False  # small shapes and few rounds: does it run at all?
+    device: str = "cpu"
+    budget: float = 60.0  # seconds for the rounds of one row: long ones get fewer, never below FEWEST
+    only: tuple[Mapping[str, object], ...] = ()  # run the cases that agree with one of these
+    impl: str | None = None  # of ours: "cpp", "triton", "reference"; None: what dispatch chooses
+
+    def wants(self, bench: str, case: Mapping[str, object]) -> bool:
+        """Whether the case (or, while it has no `dir` yet, one of its directions) is asked for."""
+        has = {"bench": bench, **case}
+        keys = {*has, *(() if "dir" in has else ("dir",))}
+
+        def agrees(filter_: Mapping[str, object]) -> bool:
+            return set(filter_) <= keys and all(str(has[k]) == str(v) for k, v in filter_.items() if k in has)
+
+        return not self.only or any(map(agrees, self.only))
 
 
 @dataclass(frozen=True)
 class Limits:
     """What this machine does at best with the threads at hand, measured by `measure_limits`."""
 
-    flops: float  # of a large fp32 matrix product, a second
+    flops: float  # of a large matrix product, a second
     bandwidth: float  # bytes read plus bytes written by a large copy, a second
 
     def ms(self, *, flops: float = 0.0, nbytes: float = 0.0) -> float:
@@ -56,42 +71,18 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Row:
-    bench: str
-    case: Mapping[str, str | int | bool]
-    ours_ms: float | None
-    rivals: Mapping[str, float | None]
-    limit_ms: float | None = None
-    extra_bytes: int | None = None  # memory that ours holds from forward to backward, beside inputs and outputs
-    spread: float | None = field(default=None, compare=False)  # of ours: (90th - 10th percentile) / median
+class Timed:
+    """Seconds of each contestant in each round of one `interleave`."""
 
-    def __post_init__(self) -> None:
-        for kind, names, known in (("case", self.case, CASE_KEYS), ("rivals", self.rivals, RIVALS)):
-            unknown = [n for n in names if n not in known]
-            if unknown:
-                raise ValueError(f"{kind} has {unknown}; choose from {', '.join(known)}")
+    seconds: Mapping[str, Sequence[float]]
+    missing: Mapping[str, str] = field(default_factory=dict)  # rivals that could not run -> why
 
-    def as_json(self) -> dict:
-        fields = asdict(self)
-        del fields["spread"]
-        return fields
+    def ms(self, name: str) -> float:
+        return median_ms(self.seconds[name])
 
-    def line(self) -> str:
-        """One line for the screen: ours, how much slower each rival is, and how near ours comes to the limit."""
-        case = " ".join(f"{k}={v}" for k, v in self.case.items())
-        parts = [f"{self.bench:14s} {case:58s} ours {_ms(self.ours_ms)}"]
-        if self.spread is not None:
-            parts.append(f"±{50 * self.spread:.0f} %")
-        for name, ms in self.rivals.items():
-            ratio = f" ({ms / self.ours_ms:.2f}x)" if ms and self.ours_ms else ""
-            parts.append(f"{name} {_ms(ms)}{ratio}")
-        if self.limit_ms and self.ours_ms:
-            parts.append(f"limit {_ms(self.limit_ms)} ({100 * self.limit_ms / self.ours_ms:.0f} % reached)")
-        return "  ".join(parts)
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f} ms" if value < 100 else f"{value:.0f} ms"
+    def ratio(self, name: str) -> float:
+        """How many times as long as ours that contestant takes: the median of the ratios of the rounds."""
+        return median(a / b for a, b in zip(self.seconds[name], self.seconds["ours"], strict=True))
 
 
 def rotations(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
@@ -101,30 +92,58 @@ def rotations(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
         yield [*names[at:], *names[:at]]
 
 
+def wall_seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def cuda_seconds(run: Callable[[], object]) -> float:
+    """Between two events. The sweep queued before them hides the time in which the host starts the first kernels."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return 1e-3 * start.elapsed_time(end)
+
+
+def clock(device: str) -> Callable[[Callable[[], object]], float]:
+    return cuda_seconds if device == "cuda" else wall_seconds
+
+
 def interleave(
     contestants: Mapping[str, Callable[[], object]],
     rounds: int,
-    between: Callable[[], object] | None = None,
+    between: Callable[[str], object] | None = None,
     warmup: int = 2,
+    seconds_of: Callable[[Callable[[], object]], float] = wall_seconds,
+    budget: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Seconds of each contestant in each round. `between` runs untimed before each: a cache flush, or a barrier."""
-    for _ in range(warmup):
-        for run in contestants.values():
-            run()
+    """Seconds of each contestant in each round. `between(name)` runs untimed before each: a sweep, inputs, a barrier.
+
+    Fewer rounds than asked, but not below FEWEST, where they would take more than `budget` seconds. Ranks that meet in
+    a barrier must not have a budget: they would differ in it.
+    """
+
+    def one(name: str) -> float:
+        if between is not None:
+            between(name)
+        return seconds_of(contestants[name])
+
+    warm = [sum(one(name) for name in contestants) for _ in range(warmup)]
+    if warm and budget < math.inf:
+        rounds = min(rounds, max(FEWEST, int(budget / max(warm[-1], 1e-9))))
     taken: dict[str, list[float]] = {name: [] for name in contestants}
     for order in rotations(list(contestants), rounds):
         for name in order:
-            if between is not None:
-                between()
-            start = time.perf_counter()
-            contestants[name]()
-            taken[name].append(time.perf_counter() - start)
+            taken[name].append(one(name))
     return taken
 
 
-def cache_flush() -> Callable[[], object]:
+def cache_flush(device: str = "cpu") -> Callable[[], object]:
     """A function that sweeps through memory of its own, larger than the caches."""
-    sweep = torch.zeros(CACHE_BYTES // 4)
+    sweep = torch.zeros(CACHE_BYTES[device] // 4, device=device)
     return lambda: sweep.add_(1.0)
 
 
@@ -139,76 +158,35 @@ def spread(seconds: Sequence[float]) -> float:
     return (ordered[round(0.9 * last)] - ordered[round(0.1 * last)]) / median(ordered)
 
 
-def row(
-    bench: str, case: Mapping, taken: Mapping[str, Sequence[float]], limit_ms: float | None, extra_bytes: int | None
-) -> Row:
-    """The row of one `interleave`, whose contestants are "ours" and rivals."""
-    rivals = {name: median_ms(seconds) for name, seconds in taken.items() if name != "ours"}
-    return Row(bench, case, median_ms(taken["ours"]), rivals, limit_ms, extra_bytes, spread(taken["ours"]))
+def measure_limits(
+    size: int | None = None,
+    copy_bytes: int | None = None,
+    device: str = "cpu",
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+) -> Limits:
+    """Best of a few: a product of size^3 in the best of `dtypes`, and a copy (each byte read once, written once)."""
+    size = size or {"cpu": 1536, "cuda": 8192}[device]
+    copy_bytes = copy_bytes or {"cpu": 256 << 20, "cuda": 2 << 30}[device]
+    source, target = (torch.zeros(copy_bytes // 4, device=device) for _ in range(2))
+    runs: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
+    side: dict[str, int] = {}
+    for dtype in dtypes:
+        side[str(dtype)] = size // 2 if device == "cpu" and dtype.itemsize == 2 else size  # it may be slow, see avx2.py
+        a, b = (torch.randn(side[str(dtype)], side[str(dtype)], device=device).to(dtype) for _ in range(2))
+        runs[str(dtype)] = lambda a=a, b=b: a @ b
+    taken = interleave(runs, rounds=5, seconds_of=clock(device), budget=5.0)
+    best = {name: min(seconds) for name, seconds in taken.items()}
+    copied = best.pop("copy")
+    return Limits(flops=max(2 * side[name] ** 3 / best[name] for name in best), bandwidth=2 * copy_bytes / copied)
 
 
-def measure_limits(size: int = 1536, copy_bytes: int = 256 << 20) -> Limits:
-    """Best of a few: an fp32 product of size^3, and a copy of `copy_bytes` (each byte read once, written once)."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    source, target = torch.zeros(copy_bytes // 4), torch.zeros(copy_bytes // 4)
-    taken = interleave({"gemm": lambda: a @ b, "copy": lambda: target.copy_(source)}, rounds=5)
-    return Limits(flops=2 * size**3 / min(taken["gemm"]), bandwidth=2 * copy_bytes / min(taken["copy"]))
-
-
-def check_as_good_as(name: str, got: Tensor, torchs: Tensor, exact: Tensor) -> None:
-    """Refuses to time a wrong answer: the error against fp64 is at most twice that of plain torch in the same dtype."""
+def check_as_good_as(name: str, got: Tensor, torchs: Tensor, exact: Tensor, factor: float = 2.0) -> None:
+    """Refuses to time a wrong answer: the error against fp64 is at most `factor` times that of plain torch in the same
+    dtype. What was never written is NaN (`poison`), and no bound holds for NaN."""
     scale = exact.abs().max().clamp_min(1e-30)
-    ours, theirs = ((x.double() - exact).abs().max() / scale for x in (got, torchs))
-    bound = 2 * theirs + torch.finfo(got.dtype).eps
-    if not ours <= bound:
+    ours, theirs = ((x.detach().double() - exact).abs().max() / scale for x in (got, torchs))
+    bound = factor * theirs + factor / 2 * torch.finfo(got.dtype).eps
+    if got.shape != exact.shape or not ours <= bound:
         raise AssertionError(
-            f"{name}: error {ours:.2e} against fp64, more than {bound:.2e} (twice plain torch's); not timed"
+            f"{name}: error {ours:.2e} against fp64, more than {bound:.2e} ({factor:g} x plain torch's); not timed"
         )
-
-
-def saved_bytes(run: Callable[[], Tensor], inputs: Iterable[Tensor]) -> int:
-    """Bytes that one forward keeps for its backward, beside its inputs and its output."""
-    kept: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        output = run()
-    known = {x.untyped_storage().data_ptr() for x in (*inputs, output)}
-    return sum(size for at, size in kept.items() if at not in known)
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    named = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")] if cpuinfo.exists() else []
-    return named[0].split(":", 1)[1].strip() if named else platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    def git(*args: str) -> str:
-        return subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-
-    commit = git("rev-parse", "--short=12", "HEAD")
-    return (commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")) or None
-
-
-def report(rows: Sequence[Row]) -> dict:
-    """What `--json` writes: a number is worth nothing without its machine, versions and commit."""
-    machine = {"cpu": _cpu_name(), "cores": os.cpu_count(), "isa": torch.backends.cpu.get_cpu_capability()}
-    packages = ("torch", "triton", "numpy", "megatron-core", "deepspeed", "liger-kernel", "transformers")
-    versions = {"python": platform.python_version()} | {p: _version(p) for p in packages}
-    return {"machine": machine, "versions": versions, "commit": _commit(), "rows": [row.as_json() for row in rows]}
-
-
-def write(path: Path, rows: Sequence[Row]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report(rows), indent=1) + "\n")

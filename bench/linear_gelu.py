@@ -1,6 +1,6 @@
 """linear_gelu against torch: F.gelu(F.linear(x, w, b)).    x [M, K], w [N, K], b [N] -> [M, N]
 
-Limit: the matrix products alone (one forward, two more backward) at the measured peak.
+Rivals forward: also oneDNN's fused product, and on a GPU the one behind torch._addmm_activation (cuBLASLt's epilogue).
 """
 
 from collections.abc import Iterator
@@ -8,39 +8,52 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from bench import harness, operators
-from megacore.ops import linear_gelu
+from bench import linear_family
+from bench.harness import Missing, Options
+from bench.operators import Operator, ours_named
+from bench.report import Row
 
-SHAPES = ((1024, 768, 3072), (2048, 512, 2048))  # M, K, N
 APPROXIMATE = {"tanh": "tanh", "erf": "none"}
 
 
-def rows(options: harness.Options) -> Iterator[harness.Row]:
-    for threads in options.threads:
-        torch.set_num_threads(threads)
-        limits = harness.measure_limits()
-        for shape in ((64, 32, 128),) if options.quick else SHAPES:
-            for act in APPROXIMATE:
-                case = {"act": act, "dtype": "fp32", "shape": "x".join(map(str, shape)), "threads": threads}
-                yield from _rows(options, limits, case, shape, APPROXIMATE[act])
+def cases(options: Options) -> list[dict[str, object]]:
+    """Shape: M, K, N."""
+    if options.device == "cuda":
+        shapes = ("512x256x512",) if options.quick else linear_family.GPU_SHAPES
+        return [{"act": "tanh", "dtype": "bf16", "shape": shape} for shape in shapes]
+    shape = "64x32x128" if options.quick else "2048x768x3072"
+    fp32 = [{"act": act, "dtype": "fp32", "shape": shape} for act in APPROXIMATE]
+    bf16 = {"act": "tanh", "dtype": "bf16", "shape": shape}
+    return [*fp32, bf16, bf16 | {"isa": "avx2"}]
 
 
-def _rows(
-    options: harness.Options, limits: harness.Limits, case: dict, shape: tuple[int, int, int], approximate: str
-) -> Iterator[harness.Row]:
-    m, k, n = shape
-    torch.manual_seed(0)
-    x, w, b, dy = torch.randn(m, k), torch.randn(n, k) * k**-0.5, torch.randn(n), torch.randn(m, n)
-    inputs = [t.requires_grad_() for t in (x, w, b)]
+def rows(options: Options) -> Iterator[Row]:
+    def make(case, limits):
+        approximate = APPROXIMATE[case["act"]]
+        mine = ours_named("linear_gelu")
 
-    def ours(x, w, b):
-        return linear_gelu(x, w, b, approximate=approximate)
+        def ours(x, w, b):
+            return mine(x, w, b, approximate=approximate)
 
-    def torchs(x, w, b):
-        return F.gelu(F.linear(x, w, b), approximate=approximate)
+        def torchs(x, w, b):
+            return F.gelu(F.linear(x, w, b), approximate=approximate)
 
-    operators.verify("linear_gelu", ours, torchs, inputs, dy)
-    contestants = {"ours": ours, "torch-eager": torchs, "torch-compile": operators.compiled(torchs)}
-    flops = 2.0 * m * k * n
-    bounds = {"fwd": limits.ms(flops=flops), "fwd+bwd": limits.ms(flops=3 * flops)}
-    yield from operators.rows("linear_gelu", case, contestants, inputs, dy, options, bounds)
+        if options.device == "cuda":
+            rivals = {"cublaslt": lambda: cublaslt(approximate)}
+        else:
+            rivals = {"onednn": lambda: onednn(approximate)}
+        return linear_family.problem("linear_gelu", case, limits, ours, torchs, rivals, device=options.device)
+
+    yield from linear_family.rows("linear_gelu", options, cases(options), make)
+
+
+def onednn(approximate: str) -> Operator:
+    if not torch.backends.mkldnn.is_available():
+        raise Missing("this torch has no oneDNN")
+    return lambda x, w, b: torch.ops.mkldnn._linear_pointwise(x, w, b, "gelu", [], approximate)
+
+
+def cublaslt(approximate: str) -> Operator:
+    if approximate != "tanh":
+        raise Missing("cuBLASLt's GeLU is the tanh form")
+    return lambda x, w, b: torch._addmm_activation(b, x, w.t(), use_gelu=True)

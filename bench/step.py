@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench import harness
+from bench.harness import Options, Timed
 from bench.peers import dtensor, megatron
+from bench.report import Row, row
 from megacore.comm.mesh import Layout, Mesh
 from megacore.comm.workers import WorkerPool
 from megacore.models import gpt
@@ -98,7 +100,8 @@ def _contest(config: gpt.GPTConfig, batch: int, names: tuple[str, ...], rounds: 
     _compare(losses, {name: table.grad.clone() for name, (_, _, table) in made.items()})
     dist.barrier()
     peak = harness.measure_limits(size=1024, copy_bytes=64 << 20).flops
-    taken = harness.interleave({name: lambda name=name: run(name) for name in made}, rounds, dist.barrier, warmup=1)
+    started = {name: lambda name=name: run(name) for name in made}
+    taken = harness.interleave(started, rounds, lambda _: dist.barrier(), warmup=1)
     if "megatron-core" in made:
         megatron.destroy()
     return taken, peak, losses
@@ -115,16 +118,23 @@ def _compare(losses: Mapping[str, float], gradients: Mapping[str, Tensor]) -> No
             )
 
 
-def rows(options: harness.Options) -> Iterator[harness.Row]:
+def rows(options: Options) -> Iterator[Row]:
     names = [n for n in ("torch-dtensor", "megatron-core") if n in options.rivals]
+    missing = {}
     if find_spec("megatron") is None and "megatron-core" in names:
         names.remove("megatron-core")
+        missing["megatron-core"] = "megatron-core is not installed"
+    if options.device != "cpu" or options.impl:
+        return
     with WorkerPool(TP) as pool:
         for model, (config, batch, share) in (QUICK if options.quick else SIZES).items():
+            shape = f"{batch}x{config.seq_length}x{config.hidden}x{config.vocab_size}"
+            case = {"model": model, "shape": shape, "act": config.activation, "dtype": "fp32", "dir": "fwd+bwd"}
+            case |= {"threads": 1, "tp": TP}
+            if not options.wants("step", case):
+                continue
             rounds = max(3, round(options.rounds * share))
             answers = pool.run(_contest, config, batch, tuple(names), rounds, timeout=1800)
             taken = {n: [max(each) for each in zip(*(a[0][n] for a in answers), strict=True)] for n in answers[0][0]}
             limit = 1e3 * flops(config, batch) / sum(peak for _, peak, _ in answers)
-            shape = f"{batch}x{config.seq_length}x{config.hidden}x{config.vocab_size}"
-            case = {"model": model, "shape": shape, "act": config.activation, "dtype": "fp32", "dir": "fwd+bwd"}
-            yield harness.row("step", case | {"threads": 1, "tp": TP}, taken, limit, None)
+            yield row("step", case, Timed(taken, missing), limit)

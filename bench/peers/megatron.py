@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.harness import Missing
 from megacore.models.gpt import GPTConfig
 
 LAYER = {  # megacore's name -> Megatron's
@@ -121,6 +123,19 @@ def build(config: GPTConfig, state: Mapping[str, Tensor], world: int, rank: int)
         return loss.detach()
 
     return step, model, model.embedding.position_embeddings.weight
+
+
+def vocab_parallel_loss(world: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """(logits [R, V/world], target [R]) -> loss [R]; it writes over fp32 logits. `destroy` frees the parallel state."""
+    if find_spec("megatron") is None:
+        raise Missing("megatron-core is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    return vocab_parallel_cross_entropy
 
 
 def destroy() -> None:

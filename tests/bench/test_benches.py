@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import harness, step
+from bench import harness, operators, step, vocab_parallel
+from bench.__main__ import BENCHES
 from megacore.models import gpt
+from megacore.ops.dispatch import SERVED
 
-QUICK = harness.Options(rivals=("torch-eager",), rounds=2, quick=True)
+QUICK = harness.Options(rivals=("torch-eager",), rounds=2, quick=True, only=({"dtype": "fp32"},))
 
 
 @pytest.fixture(autouse=True)
@@ -17,13 +19,37 @@ def small_limits(monkeypatch):
     monkeypatch.setattr(harness, "measure_limits", lambda *_, **__: harness.Limits(1e11, 1e10))
 
 
-@pytest.mark.parametrize(("op", "rows"), [("linear_gelu", 4), ("cross_entropy", 3), ("dropout", 2)])
-def test_operator_benches(op, rows, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda f, **_: f)  # minutes, and no rival here
-    found = list(import_module(f"bench.{op}").rows(QUICK))
-    assert len(found) == rows
+@pytest.mark.parametrize("op", [op for op in BENCHES if op not in ("vocab_parallel", "step")])
+def test_operator_benches(op):
+    if op not in SERVED:
+        pytest.skip(f"this build has no {op}")
+    module = import_module(f"bench.{op}")
+    found = list(module.rows(QUICK))
+    cases = [case for case in module.cases(QUICK) if case["dtype"] == "fp32"]
+    assert cases and len(found) >= len(cases)
     for row in found:
         assert row.bench == op and row.ours_ms > 0 and row.rivals["torch-eager"] > 0 and row.limit_ms > 0
+        assert row.ratio("torch-eager") > 0 and row.extra_bytes is not None and row.rounds == 2
+
+
+def test_every_bench_has_its_cases_for_a_gpu():
+    for op in BENCHES:
+        module = import_module(f"bench.{op}")
+        if hasattr(module, "cases"):
+            for quick in (False, True):
+                assert module.cases(harness.Options(device="cuda", quick=quick))
+
+
+def test_an_operator_that_this_build_lacks_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(import_module("bench.linear"), "ours_named", lambda name: operators.ours_named("no_such_op"))
+    assert not list(import_module("bench.linear").rows(QUICK))
+    assert capsys.readouterr().err == "- linear: megacore.ops has no no_such_op in this build\n"
+
+
+def test_vocab_parallel_is_verified_and_counts_one_exchange(pool):
+    taken, missing, extra, collectives, _ = pool.run(vocab_parallel._contest, 6, 50, ("gloo",), 2, world=2)[0]
+    assert set(taken) == {"ours"} and len(taken["ours"]) == 2 and not missing
+    assert collectives == 1 and extra >= 0
 
 
 def serial_loss(config, state, ids, targets):
