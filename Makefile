@@ -4,8 +4,10 @@
 #   make PYTHON=python3.12 ...        make the environment with that Python
 #   make build PYTHON=python3 VENV=   no environment, nothing installed: build with what that Python has (no network needed)
 #   make test ARGS="-k mesh"          ARGS goes to the program behind a target
+#   make cuda-build CUDA_VENV=path    the extension with CUDA, in an environment and a folder of its own; no GPU needed
 
 VENV ?= .venv
+CUDA_VENV ?= .venv-cuda
 ifeq ($(strip $(VENV)),)
 PY := $(or $(PYTHON),python3)
 INSTALLED :=
@@ -23,13 +25,13 @@ NPROC ?= 8
 DATA := runs/stdlib/data
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f 2>/dev/null)
 PYTHONS := megacore triton_kernels bench tests tools setup.py
-CXX := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 2>/dev/null)
+CXX := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h' 2>/dev/null)
 
 # One thread a process: `make train` starts 8 of them, and tests as many.
 train test: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := build
-.PHONY: build train test lint format kernels bench clean
+.PHONY: build train test lint format kernels cuda-build bench clean
 
 build: $(BUILT)
 
@@ -69,6 +71,10 @@ format: $(INSTALLED)
 kernels: $(BUILT)
 	@tools/setup.sh cross
 	$(PY) tools/kernels.py $(ARGS)
+
+# Its objects and its library lie in build/, away from the checkout's own; ARGS=--allow-missing passes without nvcc.
+cuda-build:
+	tools/setup.sh cuda $(CUDA_VENV) $(ARGS)
 
 bench: $(BUILT)
 	$(PY) -m bench $(or $(ARGS),all)

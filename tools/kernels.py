@@ -1,7 +1,7 @@
 """Compiles every kernel for machines that are not here: `make kernels`.
 
-1. csrc/cuda/*.cu by nvcc alone for sm_80 and sm_90a. Fails on register spills, stack frames, C7508 (setmaxnreg ignored)
-   and C7510 (wgmma serialised). Without nvcc: skipped, and says so.
+1. csrc/cuda/*.cu by nvcc alone for sm_80 and sm_90a, with the flags of setup.py. Fails on register spills, stack
+   frames, C7508 (setmaxnreg ignored) and C7510 (wgmma serialised). Without nvcc: skipped, and says so.
 2. Every Triton kernel ahead of time for sm_80 and sm_90, from the table AOT beside it (kernel -> [(signature,
    constexprs, options)]; a type that ends with :16 says that the address or number is a multiple of 16, as the launch
    finds out). Fails on a spill, on more shared memory than a block may have, on a kernel without entry, and where the
@@ -65,6 +65,14 @@ def run(command: list[str]) -> str:
     return done.stdout + done.stderr
 
 
+def build_flags(name: str) -> list[str]:
+    """CXX or NVCC of setup.py, read and not imported: importing it would run the build."""
+    for node in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
+            return ast.literal_eval(node.value)
+    raise RuntimeError(f"setup.py assigns no list {name}; tools/kernels.py takes the compiler flags from it")
+
+
 # ---- CUDA C++ ----
 
 
@@ -81,11 +89,12 @@ def ptxas_faults(text: str) -> list[str]:
 
 def compile_cuda(source: Path, arch: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        command = ["nvcc", "-O3", "-DNDEBUG", "-std=c++17", "-Icsrc", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+        command = ["nvcc", *build_flags("NVCC"), f"-I{ROOT / 'csrc'}", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
         text = run([*command, "-Xptxas", "-v", "-c", str(source), "-o", f"{folder}/out.o"])
     if faults := ptxas_faults(text):
         raise RuntimeError("; ".join(faults))
-    return "registers " + "/".join(re.findall(r"Used (\d+) registers", text))
+    registers = sorted(map(int, re.findall(r"Used (\d+) registers", text)))
+    return f"{len(registers)} kernels, registers {registers[0]} to {registers[-1]}" if registers else "no kernel"
 
 
 def cuda_rows() -> Iterator[Row]:
@@ -99,9 +108,9 @@ def cuda_rows() -> Iterator[Row]:
             probe = Path(folder) / "probe.cu"
             probe.write_text(PROBE)
             items = {"0 .cu files; a probe": probe}
-        for name, path in items.items():
-            for arch in NVCC_TARGETS:
-                yield timed(name, f"sm_{arch}", lambda p=path, a=arch: compile_cuda(p, a))
+        work = [(name, path, arch) for name, path in items.items() for arch in NVCC_TARGETS]
+        with ThreadPoolExecutor(2) as pool:
+            yield from pool.map(lambda w: timed(w[0], f"sm_{w[2]}", lambda: compile_cuda(w[1], w[2])), work)
 
 
 # ---- Triton ----
@@ -197,14 +206,6 @@ def triton_rows(folder: Path) -> Iterator[Row]:
 # ---- arm64 ----
 
 
-def build_flags() -> list[str]:
-    """CXX of setup.py, read and not imported: importing it would run the build."""
-    for node in ast.parse((ROOT / "setup.py").read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "CXX":
-            return ast.literal_eval(node.value)
-    raise RuntimeError("setup.py assigns no list CXX; tools/kernels.py takes the compiler flags from it")
-
-
 def compile_arm(source: Path) -> str:
     import torch
     from torch.utils.cpp_extension import include_paths
@@ -216,7 +217,7 @@ def compile_arm(source: Path) -> str:
         COMPILER,
         "-std=c++20" if torch.__version__ >= "2.12" else "-std=c++17",
         "-fPIC",
-        *build_flags(),
+        *build_flags("CXX"),
         "-Icsrc",
     ]
     command += [flag for path in includes for flag in ("-isystem", path)]

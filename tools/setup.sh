@@ -5,6 +5,9 @@
 #   tools/setup.sh install VENV [PYTHON]  make VENV if missing, then torch, then the rest of pyproject.toml into it
 #   tools/setup.sh build PYTHON           build megacore._C with that Python and put the checkout on its path
 #   tools/setup.sh cross                  Debian's C++ compiler for arm64, for `make kernels`
+#   tools/setup.sh cuda VENV [--allow-missing]
+#                                         build megacore._C with CUDA into build/cuda, in an environment of its own, and
+#                                         import it; no GPU needed. Without nvcc: an error, or a line with the flag
 #
 # torch comes first and every later pip call is constrained to the installed one, with build isolation off: an open
 # requirement of some package would otherwise fetch a second torch, of several GB, and the extension would be built
@@ -13,6 +16,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 CPU_TORCH=2.13.0                            # what the project is tested with where there is no GPU
+CUDA_TORCH=2.14.1                           # and what the CUDA part is built against: CUDA 13.0
 LINTERS="ruff==0.17.6 clang-format==23.1.5" # another version formats otherwise
 PEERS="megatron-core==0.16.1"               # reads our data files in a test; a rival in bench/step.py
 
@@ -108,6 +112,37 @@ cross() {
         echo "setup: aarch64-linux-gnu-g++ is missing, so csrc/cpu is not compiled for arm64 here; install g++-aarch64-linux-gnu (Debian, as root)"
 }
 
+cuda() { # VENV [--allow-missing]
+    local venv=$1 flag=${2:-} python
+    if ! command -v nvcc >/dev/null; then
+        [ "$flag" = --allow-missing ] || die "no nvcc found, so csrc/cuda cannot be built; install the CUDA toolkit (nvcc 13.0), or pass ARGS=--allow-missing"
+        echo "setup: no nvcc found; csrc/cuda is not built here"
+        return
+    fi
+    if [ ! -x "$venv/bin/python" ]; then
+        python=$(find_python)
+        echo "setup: making $venv with $("$python" --version)"
+        "$python" -m venv "$venv"
+    fi
+    python=$venv/bin/python
+    if ! has_torch "$python"; then
+        echo "setup: installing torch $CUDA_TORCH with CUDA, 5.5 GB"
+        "$python" -m pip install -qq numpy "torch==$CUDA_TORCH"
+    fi
+    "$python" -c 'import torch, sys; sys.exit(torch.version.cuda is None)' ||
+        die "the torch in $venv is no CUDA build; remove $venv, or name another environment with CUDA_VENV="
+    "$python" -c 'import torch; print("torch==" + torch.__version__)' >"$venv/constraints.txt"
+    "$python" -m pip install -qq -c "$venv/constraints.txt" numpy setuptools wheel ninja pybind11
+    echo "setup: building megacore._C with CUDA into build/cuda"
+    mkdir -p build
+    rm -rf build/cuda # the objects stay in build/, in a folder named by Python and torch
+    "$python" setup.py -q build --build-lib build/cuda >build/cuda.log 2>&1 || {
+        grep -E 'error|undefined|setup.py:' build/cuda.log | head -20 >&2
+        die "the build failed; the whole log is build/cuda.log"
+    }
+    "$python" tools/cuda_check.py build/cuda
+}
+
 command=${1:-}
 [ $# -gt 0 ] && shift
 case "$command" in
@@ -115,5 +150,6 @@ python) find_python ;;
 install) install "$@" ;;
 build) build "$@" ;;
 cross) cross ;;
-*) die "usage: tools/setup.sh python | install VENV [PYTHON] | build PYTHON | cross" ;;
+cuda) cuda "$@" ;;
+*) die "usage: tools/setup.sh python | install VENV [PYTHON] | build PYTHON | cross | cuda VENV [--allow-missing]" ;;
 esac
