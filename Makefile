@@ -31,7 +31,7 @@ CXX := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'te
 train test: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := build
-.PHONY: build train test lint format kernels cuda-build bench clean
+.PHONY: build train test lint format kernels cuda-build bench bench-docs clean
 
 build: $(BUILT)
 
@@ -78,6 +78,9 @@ cuda-build:
 
 bench: $(BUILT)
 	$(PY) -m bench $(or $(ARGS),all)
+
+bench-docs: $(BUILT) # bench/results/*.json -> docs/benchmarks.md and its figures
+	$(PY) -m bench render
 
 clean: # what was built; runs/ and the environment stay
 	rm -rf build *.egg-info megacore/*.so .pytest_cache .ruff_cache .hypothesis
