@@ -22,6 +22,7 @@ IMPLEMENTATIONS = ("cpp", "triton", "reference")
 SERVED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "linear_gelu": {"cpu": ("cpp", "reference"), "cuda": ("reference",)},
     "cross_entropy": {"cpu": ("cpp", "reference", "triton"), "cuda": ("triton", "reference")},
+    "linear_cross_entropy": {"cpu": ("cpp", "reference", "triton"), "cuda": ("triton", "reference")},
     "dropout": {"cpu": ("cpp", "reference"), "cuda": ("reference",)},
 }
 
