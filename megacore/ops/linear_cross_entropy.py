@@ -61,7 +61,7 @@ def linear_cross_entropy(
     """scale * cross_entropy(F.linear(x, weight, bias), target, ...) without ever holding all logits.
 
     x [..., K]; weight [W, K] and bias [W]: this rank's part of the vocabulary, from `vocab_start`; target [...] int64.
-    All floats of one dtype: fp32, fp64, bf16 or fp16; any strides. The other options are those of cross_entropy. Logits
+    All floats of one dtype: fp32, fp64, bf16 or fp16; any strides (a weight whose rows are not dense costs a copy). The other options are those of cross_entropy. Logits
     are rounded to the dtype of x as F.linear rounds them; statistics and loss are fp32 (fp64 for fp64); dweight and
     dbias are summed over the chunks in that dtype and rounded once. Under torch.autocast x, weight and bias are cast.
     `scale` multiplies loss and gradients where it costs nothing: with it, upstream is 1 and backward has no pass over
@@ -177,9 +177,10 @@ def _add_product(total: Tensor, dlogits: Tensor, x: Tensor, first: bool) -> None
     torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
 
 
-def _dense(t: Tensor) -> Tensor:
-    """As a matrix product takes it without a copy: else it would make one for every chunk."""
-    return t if any(t.stride(i) == 1 and t.stride(1 - i) >= t.shape[i] for i in (0, 1)) else t.contiguous()
+def _dense(weight: Tensor) -> Tensor:
+    """Rows that the products take without a copy a chunk; a transposed view is copied once, since the BLAS would give
+    it other bits than its copy."""
+    return weight if weight.stride(1) == 1 and weight.stride(0) >= weight.shape[1] else weight.contiguous()
 
 
 def _chunks(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Iterator[tuple[slice, Tensor]]:
@@ -238,14 +239,6 @@ def _(
     return made.finished()
 
 
-@torch.library.impl("megacore::linear_cross_entropy_scale_", ("cpu", "cuda"))
-def _(grad, dx, dweight, dbias) -> None:
-    if grad.device.type == "cpu" and grad.item() == 1:  # on a GPU the question would cost more than the pass
-        return
-    for made in (dx, dweight, dbias):
-        made.mul_(grad)
-
-
 # ---- fakes and gradient ----
 
 
@@ -265,11 +258,6 @@ def _(
     chunk_rows, x_grad, weight_grad, bias_grad, impl,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _fake_gradients(x, weight, x_grad, weight_grad, bias_grad)
-
-
-@torch.library.register_fake("megacore::linear_cross_entropy_scale_")
-def _(grad, dx, dweight, dbias) -> None:
-    return None
 
 
 def _fake_gradients(x: Tensor, weight: Tensor, *wanted: bool) -> tuple[Tensor, ...]:
@@ -292,8 +280,7 @@ def _backward(ctx, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 17
     if ctx.made is not None and not torch.is_grad_enabled():  # a graph of the backward must know where they come from
-        made, ctx.made = ctx.made, None
-        torch.ops.megacore.linear_cross_entropy_scale_(grad, *made)
+        made, ctx.made = _scaled(ctx.made, grad), None
     else:
         x, weight, bias, target, norm = ctx.saved_tensors
         upstream = grad * _factor(grad, target, ctx.loss_of[2], ctx.reduction, ctx.scale)
@@ -303,6 +290,16 @@ def _backward(ctx, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         )
     dx, dweight, dbias = (t if need else None for t, need in zip(made, ctx.needs_input_grad, strict=False))
     return dx, dweight, dbias, *[None] * 14
+
+
+def _scaled(made: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """`made` times `grad`, in its own memory: dweight is as large as the weight."""
+    if type(grad) is not Tensor:  # traced by torch.compile, which plans memory itself
+        return tuple(t * grad for t in made)
+    if grad.device.type != "cpu" or grad.item() != 1:  # on a GPU the question would cost more than the pass
+        for t in made:
+            t.mul_(grad)
+    return made
 
 
 def _no_second_derivative(ctx, *_: Tensor | None) -> None:
