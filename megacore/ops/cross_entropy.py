@@ -80,7 +80,7 @@ def reference(
 ) -> Tensor:  # fmt: skip
     """The same in plain torch under its autograd, in fp64 for every dtype: logits [R, W], target [R] -> loss [R]."""
     check_targets(op, target, vocab_size, ignore_index)
-    columns = _true_columns(logits.shape[1], vocab_start, vocab_size)
+    columns = true_columns(logits.shape[1], vocab_start, vocab_size)
     ignored, local = target == ignore_index, target - vocab_start
     x = logits[:, :columns].double().masked_fill(ignored.unsqueeze(1), 0.0)  # or 0 * inf would make a NaN gradient
     lowest = x.new_full((x.shape[0], 1), -math.inf)
@@ -163,7 +163,7 @@ def check_shards(op: str, argument: str, headers: Tensor, vocab_size: int) -> No
         )
 
 
-def _true_columns(width: int, vocab_start: int, vocab_size: int) -> int:
+def true_columns(width: int, vocab_start: int, vocab_size: int) -> int:
     return max(0, min(width, vocab_size - vocab_start))
 
 

@@ -30,6 +30,7 @@ from megacore.ops.cross_entropy import (
     check_targets,
     gather_stats,
     local_operator,
+    true_columns,
     wrong,
 )
 from megacore.ops.cross_entropy import reference as cross_entropy_reference
@@ -149,22 +150,25 @@ def _factor(like: Tensor, target: Tensor, ignore_index: int, reduction: str, sca
 
 
 class _Gradients:
-    """dx, dweight and dbias of the chunks given to `add`; those not wanted stay empty."""
+    """dx, dweight and dbias of the chunks given to `add`; those not wanted stay empty. `weight` has the true columns
+    alone; of `width`, the rest is padding."""
 
-    def __init__(self, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]):
+    def __init__(self, x: Tensor, weight: Tensor, width: int, wanted: tuple[bool, bool, bool]):
         x_grad, weight_grad, bias_grad = wanted
-        self.x, self.weight, acc = x, weight, acc_dtype(x)
+        self.x, self.weight, self.true, acc = x, weight, weight.shape[0], acc_dtype(x)
         self.dx = torch.empty_like(x) if x_grad else None
-        self.dweight = weight.new_empty(weight.shape, dtype=acc) if weight_grad else None
-        self.dbias = weight.new_zeros(weight.shape[0], dtype=acc) if bias_grad else None
+        self.dweight = weight.new_empty(width, x.shape[1], dtype=acc) if weight_grad else None
+        self.dbias = weight.new_zeros(width, dtype=acc) if bias_grad else None
+        if self.dweight is not None:
+            self.dweight[self.true :] = 0
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
         if self.dx is not None:
             torch.mm(dlogits, self.weight, out=self.dx[rows])
         if self.dweight is not None:
-            _add_product(self.dweight, dlogits, self.x[rows], first=rows.start == 0)
+            _add_product(self.dweight[: self.true], dlogits, self.x[rows], first=rows.start == 0)
         if self.dbias is not None:
-            self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
+            self.dbias[: self.true] += dlogits.sum(0, dtype=self.dbias.dtype)
 
     def finished(self) -> tuple[Tensor, Tensor, Tensor]:
         made = (self.dx, self.dweight, self.dbias)
@@ -177,10 +181,15 @@ def _add_product(total: Tensor, dlogits: Tensor, x: Tensor, first: bool) -> None
     torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
 
 
-def _dense(weight: Tensor) -> Tensor:
-    """Rows that the products take without a copy a chunk; a transposed view is copied once, since the BLAS would give
+def _operands(x: Tensor, weight: Tensor, bias: Tensor | None, start: int, size: int) -> tuple[Tensor, ...]:
+    """x, weight and bias as the products take them, without the padding of the vocabulary.
+
+    Dense rows, or each product of a chunk would make a copy; a transposed view is copied too, since the BLAS would give
     it other bits than its copy."""
-    return weight if weight.stride(1) == 1 and weight.stride(0) >= weight.shape[1] else weight.contiguous()
+    true = true_columns(weight.shape[0], start, size)
+    dense = weight.stride(1) == 1 and weight.stride(0) >= weight.shape[1]
+    weight = (weight if dense else weight.contiguous())[:true]
+    return x.contiguous(), weight, None if bias is None else bias[:true]
 
 
 def _chunks(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Iterator[tuple[slice, Tensor]]:
@@ -205,11 +214,12 @@ def _(
     reduction, scale, chunk_rows, x_grad, weight_grad, bias_grad, impl,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     check_targets(OP, target, vocab_size, ignore_index)
-    x, weight, acc, how = x.contiguous(), _dense(weight), acc_dtype(x), (ignore_index, label_smoothing, z_loss)
+    width, acc, how = weight.shape[0], acc_dtype(x), (ignore_index, label_smoothing, z_loss)
+    x, weight, bias = _operands(x, weight, bias, vocab_start, vocab_size)
     loss, norm = x.new_empty(x.shape[0], dtype=acc), x.new_empty(x.shape[0], 2, dtype=acc)
     factor = _factor(loss, target, ignore_index, reduction, scale)
     now = reduction != "none" and (x_grad or weight_grad or bias_grad)
-    made = _Gradients(x, weight, (x_grad, weight_grad, bias_grad) if now else (False,) * 3)
+    made = _Gradients(x, weight, width, (x_grad, weight_grad, bias_grad) if now else (False,) * 3)
     for rows, logits in _chunks(x, weight, bias, chunk_rows):
         ids = target[rows]
         mine = local_operator("stats", impl)(logits, ids, vocab_start, vocab_size, ignore_index)
@@ -230,8 +240,9 @@ def _(
     grad, x, weight, bias, target, norm, vocab_start, vocab_size, ignore_index, label_smoothing, z_loss,
     chunk_rows, x_grad, weight_grad, bias_grad, impl,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    x, weight = x.contiguous(), _dense(weight)
-    made = _Gradients(x, weight, (x_grad, weight_grad, bias_grad))
+    width = weight.shape[0]
+    x, weight, bias = _operands(x, weight, bias, vocab_start, vocab_size)
+    made = _Gradients(x, weight, width, (x_grad, weight_grad, bias_grad))
     how = (vocab_start, vocab_size, ignore_index, label_smoothing, z_loss)
     for rows, logits in _chunks(x, weight, bias, chunk_rows):
         local_operator("bwd", impl, "_")(grad[rows], logits, target[rows], norm[rows], *how)
