@@ -44,7 +44,7 @@ def close(got, want, tolerance=1e-12):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_matches_fp64(impl, reduction, dtype):
-    """Chunks of three rows, so that gradients are sums over chunks. As many trials as make torch's own error typical."""
+    """Chunks of three rows, so that gradients are sums over chunks. So many trials make torch's own error typical."""
     for rows, width, vocab in [(1, 1, 2), (7, 5, 3), (10, 13, 127), (6, 129, 40)]:
         for options in OPTIONS:
             found = []

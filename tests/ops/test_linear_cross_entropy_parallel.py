@@ -1,4 +1,4 @@
-"""linear_cross_entropy on 2 and 3 ranks (gloo): known values, serial fp64, one exchange a chunk, refusals everywhere."""
+"""linear_cross_entropy on 2, 3 and 4 ranks (gloo): known values, serial fp64, one exchange a chunk, refusals."""
 
 import pytest
 import torch
