@@ -62,9 +62,10 @@ def linear_cross_entropy(
     """scale * cross_entropy(F.linear(x, weight, bias), target, ...) without ever holding all logits.
 
     x [..., K]; weight [W, K] and bias [W]: this rank's part of the vocabulary, from `vocab_start`; target [...] int64.
-    All floats of one dtype: fp32, fp64, bf16 or fp16; any strides (a weight whose rows are not dense costs a copy). The other options are those of cross_entropy. Logits
-    are rounded to the dtype of x as F.linear rounds them; statistics and loss are fp32 (fp64 for fp64); dweight and
-    dbias are summed over the chunks in that dtype and rounded once. Under torch.autocast x, weight and bias are cast.
+    All floats of one dtype: fp32, fp64, bf16 or fp16; any strides (a weight whose rows are not dense costs a copy). The
+    other options are those of cross_entropy. Logits are rounded to the dtype of x as F.linear rounds them; statistics
+    and loss are fp32 (fp64 for fp64); dweight and dbias are summed over the chunks in that dtype and rounded once.
+    Under torch.autocast x, weight and bias are cast.
     `scale` multiplies loss and gradients where it costs nothing: with it, upstream is 1 and backward has no pass over
     dweight. In fp16 give the factor of a gradient scaler here: dlogits would underflow before upstream can scale it.
     chunk_rows: rows of logits at a time, on every rank the same; None: chunk_rows_for.

@@ -2,8 +2,8 @@
 
     python -m tests.ops.linear_cross_entropy_memory ROWS INPUTS VOCABULARY [THREADS]
 
-prints the bytes beyond arguments and their gradients as a share of all logits. Linux: the peak of resident memory, which
-sees the buffers of the BLAS too; it is reset once the arguments are there and a tiny problem has run.
+prints the bytes beyond arguments and their gradients as a share of all logits. Linux: the peak of resident memory,
+which sees the buffers of the BLAS too; it is reset once the arguments are there and a tiny problem has run.
 """
 
 import sys
