@@ -26,4 +26,6 @@ TORCH_LIBRARY(megacore, m) {
   m.def("cross_entropy_merge_triton(Tensor stats, Tensor target, int ranks, SymInt vocab_size, int ignore_index, float label_smoothing, float z_loss) -> (Tensor loss, Tensor norm)");
   m.def("cross_entropy_bwd_triton(Tensor grad, Tensor logits, Tensor target, Tensor norm, SymInt vocab_start, SymInt vocab_size, int ignore_index, float label_smoothing, float z_loss) -> Tensor");
   m.def("cross_entropy_bwd_triton_(Tensor grad, Tensor(a!) logits, Tensor target, Tensor norm, SymInt vocab_start, SymInt vocab_size, int ignore_index, float label_smoothing, float z_loss) -> ()");
+  m.def("linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, SymInt vocab_start, SymInt vocab_size, str group, int ignore_index, float label_smoothing, float z_loss, str reduction, float scale, SymInt chunk_rows, bool x_grad, bool weight_grad, bool bias_grad, str impl) -> (Tensor loss, Tensor norm, Tensor dx, Tensor dweight, Tensor dbias)");
+  m.def("linear_cross_entropy_bwd(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor norm, SymInt vocab_start, SymInt vocab_size, int ignore_index, float label_smoothing, float z_loss, SymInt chunk_rows, bool x_grad, bool weight_grad, bool bias_grad, str impl) -> (Tensor dx, Tensor dweight, Tensor dbias)");
 }

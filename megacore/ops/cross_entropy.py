@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from megacore.comm.mesh import SOLO, Group
 from megacore.ops.dispatch import chosen
 
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DIGIT = 1 << 20  # a column number travels as two digits, each exact in fp32
 _SUFFIX = {"cpp": "", "triton": "_triton"}  # names of the local operators that an implementation registers
 
@@ -54,13 +55,13 @@ def cross_entropy(
     ignore_index; shards that do not cover each column of the vocabulary once, such as gathered logits for a shard.
     Cost: the logits are read once forward, read and written once backward; an all-gather of 4 (R + 1) numbers a rank.
     """
-    _check(logits, target, vocab_size, vocab_start, label_smoothing, z_loss, reduction)
+    _check(logits, target)
+    check_options("cross_entropy", vocab_size, vocab_start, label_smoothing, z_loss, reduction)
     rows, ids = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1)
     inplace = inplace_backward and not torch.compiler.is_compiling()
     if inplace and not (rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]):
-        raise _wrong(
-            "logits", f"{list(rows.shape)} with strides {rows.stride()}", "dense rows for inplace_backward=True"
-        )
+        got = f"{list(rows.shape)} with strides {rows.stride()}"
+        raise wrong("cross_entropy", "logits", got, "dense rows for inplace_backward=True")
     how = (ignore_index, label_smoothing, z_loss)
     impl = chosen("cross_entropy", logits.device)
     if impl == "reference":
@@ -75,11 +76,11 @@ def cross_entropy(
 
 def reference(
     logits: Tensor, target: Tensor, vocab_start: int, vocab_size: int, group: Group,
-    ignore_index: int, label_smoothing: float, z_loss: float,
+    ignore_index: int, label_smoothing: float, z_loss: float, op: str = "cross_entropy",
 ) -> Tensor:  # fmt: skip
     """The same in plain torch under its autograd, in fp64 for every dtype: logits [R, W], target [R] -> loss [R]."""
-    _check_targets(target, vocab_size, ignore_index)
-    columns = _true_columns(logits.shape[1], vocab_start, vocab_size)
+    check_targets(op, target, vocab_size, ignore_index)
+    columns = true_columns(logits.shape[1], vocab_start, vocab_size)
     ignored, local = target == ignore_index, target - vocab_start
     x = logits[:, :columns].double().masked_fill(ignored.unsqueeze(1), 0.0)  # or 0 * inf would make a NaN gradient
     lowest = x.new_full((x.shape[0], 1), -math.inf)
@@ -90,8 +91,8 @@ def reference(
     mine = torch.stack([peak, offset.exp().sum(1), picked, offset.sum(1)], 1)
     start, count = divmod(vocab_start, _DIGIT), divmod(columns, _DIGIT)
     mine = torch.cat([mine, mine.new_tensor([[*start, *count]])])
-    shards = list(_gather(mine.detach(), group.name).chunk(group.size))
-    _check_shards(torch.stack([shard[-1] for shard in shards]), vocab_size)
+    shards = list(gather_stats(mine.detach(), group.name).chunk(group.size))
+    check_shards(op, "logits", torch.stack([shard[-1] for shard in shards]), vocab_size)
     columns_of = [shard[-1, 2] * _DIGIT + shard[-1, 3] for shard in shards]
     shards[group.index] = mine  # the others are constants here: each rank holds the gradient of its own columns
     m, total, picked, below = torch.stack([shard[:-1] for shard in shards]).unbind(2)  # [t, R] each
@@ -102,42 +103,51 @@ def reference(
         mean = (below + torch.stack(columns_of).unsqueeze(1) * shift).sum(0) / vocab_size
         loss = (1 - label_smoothing) * loss + label_smoothing * (rest - mean)
     loss = loss + z_loss * (peak + rest) ** 2 if z_loss else loss
-    return loss.masked_fill(ignored, 0.0).to(_acc(logits))
+    return loss.masked_fill(ignored, 0.0).to(acc_dtype(logits))
 
 
 # ---- checks: of what can be traced here, of values inside the operator ----
 
 
-def _wrong(argument: str, got: object, wanted: str) -> ValueError:
-    return ValueError(f"cross_entropy: {argument} is {got}; wanted {wanted}")
+def wrong(op: str, argument: str, got: object, wanted: str) -> ValueError:
+    return ValueError(f"{op}: {argument} is {got}; wanted {wanted}")
 
 
-def _check(logits, target, vocab_size, vocab_start, label_smoothing, z_loss, reduction) -> None:
-    if logits.dim() < 1 or logits.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        raise _wrong("logits", f"{list(logits.shape)} {logits.dtype}", "[..., columns] of fp32, fp64, bf16 or fp16")
+def _check(logits: Tensor, target: Tensor) -> None:
+    op = "cross_entropy"
+    if logits.dim() < 1 or logits.dtype not in FLOATS:
+        got = f"{list(logits.shape)} {logits.dtype}"
+        raise wrong(op, "logits", got, "[..., columns] of fp32, fp64, bf16 or fp16")
     if target.dtype != torch.int64 or target.shape != logits.shape[:-1] or target.device != logits.device:
         wanted = f"{list(logits.shape[:-1])} torch.int64 on {logits.device}, one id for each row of logits"
-        raise _wrong("target", f"{list(target.shape)} {target.dtype} on {target.device}", wanted)
+        raise wrong(op, "target", f"{list(target.shape)} {target.dtype} on {target.device}", wanted)
+
+
+def check_options(
+    op: str, vocab_size: int, vocab_start: int, label_smoothing: float, z_loss: float, reduction: str
+) -> None:
+    """ValueError, in the name of `op`, for an option of the loss that does not fit."""
     if vocab_size < 1:
-        raise _wrong("vocab_size", vocab_size, "the true size of the whole vocabulary, at least 1")
+        raise wrong(op, "vocab_size", vocab_size, "the true size of the whole vocabulary, at least 1")
     if vocab_start < 0:
-        raise _wrong("vocab_start", vocab_start, "the global id of this rank's first column, at least 0")
+        raise wrong(op, "vocab_start", vocab_start, "the global id of this rank's first column, at least 0")
     if not 0 <= label_smoothing <= 1:
-        raise _wrong("label_smoothing", label_smoothing, "a share in [0, 1]")
+        raise wrong(op, "label_smoothing", label_smoothing, "a share in [0, 1]")
     if not z_loss >= 0:
-        raise _wrong("z_loss", z_loss, "a factor of at least 0")
+        raise wrong(op, "z_loss", z_loss, "a factor of at least 0")
     if reduction not in ("none", "sum", "mean"):
-        raise _wrong("reduction", repr(reduction), "'none', 'sum' or 'mean'")
+        raise wrong(op, "reduction", repr(reduction), "'none', 'sum' or 'mean'")
 
 
-def _check_targets(target: Tensor, vocab_size: int, ignore_index: int) -> None:
+def check_targets(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """ValueError for an id outside the vocabulary; before any exchange."""
     bad = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
     if bad.any():  # on a GPU the one wait for the device; every rank has every target, so all raise
         at = int(bad.nonzero()[0])
-        raise _wrong(f"target[{at}]", int(target[at]), f"an id in [0, {vocab_size}) or ignore_index={ignore_index}")
+        raise wrong(op, f"target[{at}]", int(target[at]), f"an id in [0, {vocab_size}) or ignore_index={ignore_index}")
 
 
-def _check_shards(headers: Tensor, vocab_size: int) -> None:
+def check_shards(op: str, argument: str, headers: Tensor, vocab_size: int) -> None:
     """headers [t, 4]: first column and number of true columns of each rank. All ranks see all of them, so all raise."""
     shards = [(int(a) * _DIGIT + int(b), int(c) * _DIGIT + int(d)) for a, b, c, d in headers.tolist()]
     covered = 0
@@ -147,24 +157,24 @@ def _check_shards(headers: Tensor, vocab_size: int) -> None:
             break
     if covered != vocab_size:
         got = " ".join(f"[{start}, {start + count})" for start, count in shards)
-        wanted = f"each of vocab_size={vocab_size} columns on one rank: pass this rank's shard, not gathered logits"
-        raise _wrong(
-            "logits", f"split over the ranks as columns {got}", f"{wanted}, and where it starts as vocab_start"
+        wanted = f"each of vocab_size={vocab_size} columns on one rank: pass this rank's shard, not gathered {argument}"
+        raise wrong(
+            op, argument, f"split over the ranks as columns {got}", f"{wanted}, and where it starts as vocab_start"
         )
 
 
-def _true_columns(width: int, vocab_start: int, vocab_size: int) -> int:
+def true_columns(width: int, vocab_start: int, vocab_size: int) -> int:
     return max(0, min(width, vocab_size - vocab_start))
 
 
-def _acc(x: Tensor) -> torch.dtype:
+def acc_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 # ---- the operator that communicates: statistics, exchange, merge ----
 
 
-def _gather(stats: Tensor, group: str) -> Tensor:
+def gather_stats(stats: Tensor, group: str) -> Tensor:
     """[n, 4] of each rank, joined in rank order. An empty name is a group of one."""
     if not group:
         return stats
@@ -172,7 +182,7 @@ def _gather(stats: Tensor, group: str) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(stats, size, group))
 
 
-def _local(name: str, impl: str, inplace: str = ""):
+def local_operator(name: str, impl: str, inplace: str = ""):
     return getattr(torch.ops.megacore, f"cross_entropy_{name}{_SUFFIX[impl]}{inplace}")
 
 
@@ -180,19 +190,19 @@ def _local(name: str, impl: str, inplace: str = ""):
 def _(
     logits, target, vocab_start, vocab_size, group, ignore_index, label_smoothing, z_loss, inplace_backward, impl
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check_targets(target, vocab_size, ignore_index)
-    mine = _local("stats", impl)(logits, target, vocab_start, vocab_size, ignore_index)
-    stats = _gather(mine, group)
+    check_targets("cross_entropy", target, vocab_size, ignore_index)
+    mine = local_operator("stats", impl)(logits, target, vocab_start, vocab_size, ignore_index)
+    stats = gather_stats(mine, group)
     ranks = stats.shape[0] // mine.shape[0]
-    _check_shards(stats.view(ranks, -1, 4)[:, -1], vocab_size)
-    return _local("merge", impl)(stats, target, ranks, vocab_size, ignore_index, label_smoothing, z_loss)
+    check_shards("cross_entropy", "logits", stats.view(ranks, -1, 4)[:, -1], vocab_size)
+    return local_operator("merge", impl)(stats, target, ranks, vocab_size, ignore_index, label_smoothing, z_loss)
 
 
 @torch.library.register_fake("megacore::cross_entropy")
 def _(
     logits, target, vocab_start, vocab_size, group, ignore_index, label_smoothing, z_loss, inplace_backward, impl
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    rows, acc = logits.shape[0], _acc(logits)
+    rows, acc = logits.shape[0], acc_dtype(logits)
     return logits.new_empty(rows, dtype=acc), logits.new_empty(rows, 2, dtype=acc)
 
 
@@ -211,12 +221,12 @@ def _backward(ctx, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     logits, target, norm = ctx.saved_tensors
     if ctx.inplace and not torch.is_grad_enabled():  # a graph of the backward needs the logits as they were
         dx = logits.detach()
-        _local("bwd", ctx.impl, "_")(grad, dx, target, norm, *ctx.rest)
+        local_operator("bwd", ctx.impl, "_")(grad, dx, target, norm, *ctx.rest)
         torch.autograd.graph.increment_version(
             logits
         )  # who saved these logits too is told, rather than given the gradient
     else:
-        dx = _local("bwd", ctx.impl)(grad, logits, target, norm, *ctx.rest)
+        dx = local_operator("bwd", ctx.impl)(grad, logits, target, norm, *ctx.rest)
     return dx, *[None] * 9
 
 
@@ -233,7 +243,7 @@ for _suffix in _SUFFIX.values():
 
     @torch.library.register_fake(f"megacore::cross_entropy_stats{_suffix}")
     def _(logits, target, vocab_start, vocab_size, ignore_index) -> Tensor:
-        return logits.new_empty(logits.shape[0] + 1, 4, dtype=_acc(logits))
+        return logits.new_empty(logits.shape[0] + 1, 4, dtype=acc_dtype(logits))
 
     @torch.library.register_fake(f"megacore::cross_entropy_merge{_suffix}")
     def _(stats, target, ranks, vocab_size, ignore_index, label_smoothing, z_loss) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ SERVED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "linear_gelu": {"cpu": ("cpp", "reference"), "cuda": ("reference",)},
     "cross_entropy": {"cpu": ("cpp", "reference", "triton"), "cuda": ("triton", "reference")},
     "dropout": {"cpu": ("cpp", "reference", "triton"), "cuda": ("triton", "reference")},
+    "linear_cross_entropy": {"cpu": ("cpp", "reference", "triton"), "cuda": ("triton", "reference")},
 }
 
 _CHOSEN: ContextVar[Mapping[tuple[str, str], str]] = ContextVar("megacore.ops.chosen")

@@ -68,7 +68,7 @@ class Plan:
     vocab_size: int
     chain: Callable[[nn.Module], list[Link]] | None = None
     vocab_multiple: int = 1  # rows of every vocabulary shard are padded to a multiple of this
-    gives_up_logits: bool = False  # they come straight from the head, so the loss's gradient may be written over them
+    gives_up_logits: bool = False  # they go from the one Head to the loss alone: it may compute them itself
 
 
 def _matches(pattern: str, names: list[str]) -> list[str]:

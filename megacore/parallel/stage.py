@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from torch import Tensor, nn
 
 from megacore.parallel.batch import MicroBatch
+from megacore.parallel.head import Unprojected, heads_of, unprojected
 from megacore.parallel.plan import Link, Plan, tied_names
 from megacore.parallel.random import Streams
 from megacore.parallel.record import TIES
@@ -14,16 +16,22 @@ from megacore.parallel.record import TIES
 
 class Stage(nn.Module):
     """`forward({}, batch)` on the first stage, `forward(tensors of the stage before, batch)` on the others; the last
-    one returns {"logits": [B, S, V/t]}. The modules of other stages are gone from `model`."""
+    one returns {"logits": [B, S, V/t]}, or with fused_loss {"logits": Unprojected}, which the loss multiplies out. The
+    modules of other stages are gone from `model`."""
 
-    def __init__(self, model: nn.Module, links: Sequence[Link], streams: Streams | None):
+    def __init__(
+        self, model: nn.Module, links: Sequence[Link], streams: Streams | None = None, fused_loss: bool = False
+    ):
         super().__init__()
         self.model, self.links, self.streams = model, tuple(links), streams
+        self.heads = tuple(heads_of(model)) if fused_loss else ()  # none on the stages before the last
 
-    def forward(self, tensors: dict[str, Tensor], batch: MicroBatch) -> dict[str, Tensor]:
-        if self.streams is None:
-            return self._run(tensors, batch)
-        with self.streams.at(batch):
+    def forward(self, tensors: dict[str, Tensor], batch: MicroBatch) -> dict[str, Tensor | Unprojected]:
+        with ExitStack() as around:
+            if self.streams is not None:
+                around.enter_context(self.streams.at(batch))
+            for head in self.heads:
+                around.enter_context(unprojected(head))
             return self._run(tensors, batch)
 
     def _run(self, tensors: dict[str, Tensor], batch: MicroBatch) -> dict[str, Tensor]:
@@ -49,7 +57,12 @@ def chain_of(model: nn.Module, plan: Plan) -> list[Link]:
 
 
 def cut(
-    model: nn.Module, links: Sequence[Link], keep: Sequence[range], index: int, streams: Streams | None = None
+    model: nn.Module,
+    links: Sequence[Link],
+    keep: Sequence[range],
+    index: int,
+    streams: Streams | None = None,
+    fused_loss: bool = False,
 ) -> Stage:
     """Stage `index` of those that hold the links `keep[0]`, `keep[1]`, ...; changes `model` in place.
 
@@ -75,7 +88,7 @@ def cut(
         if stage_of[name] != index:  # a parameter of a module that several stages hold
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._parameters[leaf] = None
-    return Stage(model, [links[i] for i in keep[index]], streams)
+    return Stage(model, [links[i] for i in keep[index]], streams, fused_loss)
 
 
 def _home(name: str, home: dict[str, int]) -> int:

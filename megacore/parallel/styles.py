@@ -9,6 +9,7 @@ from torch import nn
 
 from megacore.comm.mesh import Group
 from megacore.parallel.embedding import VocabParallelEmbedding, vocab_pieces, vocab_range
+from megacore.parallel.head import VocabHead
 from megacore.parallel.layers import ColumnParallelLinear, Pieces, RowParallelLinear, even_pieces
 from megacore.parallel.plan import Site
 from megacore.parallel.random import Dropout
@@ -129,12 +130,13 @@ class Vocab:
 
 @dataclass(frozen=True)
 class Head:
-    """The output nn.Linear -> column-parallel by vocabulary, as the embedding is; logits are never gathered."""
+    """The output nn.Linear -> VocabHead, column-parallel by vocabulary, as the embedding is; logits are never
+    gathered."""
 
     def apply(self, module: nn.Module, site: Site) -> nn.Module:
         vocab, multiple, group = module.weight.shape[0], site.plan.vocab_multiple, site.group
         _, _, rows = vocab_range(vocab, group.size, group.index, multiple)
-        return ColumnParallelLinear.from_linear(module, group, pieces=vocab_pieces(vocab, group, multiple), padded=rows)
+        return VocabHead.from_linear(module, group, pieces=vocab_pieces(vocab, group, multiple), padded=rows)
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ class RunSettings:
     steps: int = 100  # optimizer steps of the whole run; fixes the learning-rate schedule
     stop_at: int = 0  # leave cleanly after this step, schedule unchanged; 0: at `steps`
     seed: int = 0  # weights, data order and dropout
+    fused_loss: bool = True  # head and loss in one operator, which never holds all logits
     precision: str = "fp32"  # fp32, bf16 (fp32 masters) or fp64
     device: str = "auto"  # auto (a GPU if there is one), cpu or cuda
     threads: int = 0  # CPU threads of a process; 0: 1 when ranks share a host, torch's choice for one process

@@ -91,12 +91,12 @@ def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.devic
         trainer = TrainStep(
             model.build, model.plan, mesh, seed=settings.run.seed, precision=settings.run.precision,
             schedule=settings.parallel.schedule, optim=settings.optim, init=model.init, device=device,
-            bucket_bytes=int(settings.parallel.bucket_mb * 2**20),
+            bucket_bytes=int(settings.parallel.bucket_mb * 2**20), fused_loss=settings.run.fused_loss,
         )  # fmt: skip
         loop = Loop(settings, trainer, corpus, device, console)
         loop.resume()
         if mesh.rank == 0:
-            _introduce(settings, console)
+            _introduce(settings, trainer, console)
         peak, source = total_peak(settings, mesh, place, device)
         outcome = loop.run(stop)
         if outcome.trained and not outcome.stopped:
@@ -144,12 +144,17 @@ def _set_aside(out: Path, data: Path, mesh: Mesh, console: Console) -> None:
         console.print(f"--fresh: the earlier run is now {moved}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _introduce(settings: Settings, console: Console) -> None:
+def _introduce(settings: Settings, trainer: TrainStep, console: Console) -> None:
     p, m, d = settings.parallel, settings.model, settings.data
+    whole, held = trainer.logits_bytes(d.micro_batch * m.seq_length)
+    saved = (
+        f"; fused loss: {held / 2**20:,.1f} of {whole / 2**20:,.1f} MiB of logits of a micro-batch at a time, "
+        f"{(whole - held) / 2**20:,.1f} MiB saved on the last stage"
+    )
     console.print(
         f"{m.kind}: {m.layers} layers, hidden {m.hidden}, {m.heads} heads, vocabulary {m.vocab_size}, "
         f"sequence {m.seq_length}, {settings.run.precision}; tp {p.tp} x pp {p.pp} x dp {p.dp}, {p.schedule}, "
-        f"global batch {d.global_batch} in micro-batches of {d.micro_batch}",
+        f"global batch {d.global_batch} in micro-batches of {d.micro_batch}{saved if trainer.fused_loss else ''}",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
     tokenizer, copy = Path(d.dir) / "tokenizer.json", Path(settings.run.out) / "tokenizer.json"

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 
 from megacore.comm.collectives import all_reduce_
 from megacore.comm.mesh import Mesh
+from megacore.ops.linear_cross_entropy import chunk_rows_for
 from megacore.parallel.batch import MicroBatch
 from megacore.parallel.data import GradBuffers
-from megacore.parallel.loss import vocab_parallel_cross_entropy
+from megacore.parallel.embedding import vocab_range
+from megacore.parallel.head import Unprojected, heads_of
+from megacore.parallel.loss import head_cross_entropy, vocab_parallel_cross_entropy
 from megacore.parallel.materialize import Init, materialize
 from megacore.parallel.norm import global_norm
 from megacore.parallel.plan import Plan, parallelize
@@ -25,7 +28,7 @@ from megacore.parallel.random import Streams
 from megacore.parallel.record import records
 from megacore.parallel.stage import Stage, chain_of, cut
 from megacore.parallel.styles import Head
-from megacore.pipeline import SCHEDULES, Executor, partition
+from megacore.pipeline import SCHEDULES, Executor, partition, simulate
 from megacore.train.config import OptimSettings
 from megacore.train.logical import LogicalTensor, describe
 from megacore.train.optim import MixedAdamW
@@ -51,10 +54,12 @@ def build_stage(
     init: Init | None,
     dtype: torch.dtype,
     device: torch.device | str,
+    fused_loss: bool = False,
 ) -> Stage:
     """This rank's stage, with its weights. `build` makes the plain model: on the meta device whenever `init` is given,
-    so that no rank ever holds it whole; otherwise with weights, the same on every rank. Raises ValueError, before any
-    communication, for a layout that the model or its plan cannot serve."""
+    so that no rank ever holds it whole; otherwise with weights, the same on every rank. fused_loss: the last stage
+    gives the logits' factors. Raises ValueError, before any communication, for a layout that the model or its plan
+    cannot serve."""
     if mesh.tp.size > 1 and not plan.table:
         raise ValueError(f"tp={mesh.tp.size} needs a plan table for this model; give a plan, or tp=1")
     if mesh.tp.size > 1 and not any(isinstance(style, Head) for style in plan.table.values()):
@@ -67,8 +72,15 @@ def build_stage(
         model = build()
     streams = getattr(model, "streams", None) or Streams(seed)
     parallelize(model, mesh, plan, streams)
+    heads = len(heads_of(model))
+    if fused_loss and heads != 1:
+        raise ValueError(
+            f"gives_up_logits=True in a plan with {heads} Head() modules: the loss can take the place of one; "
+            "set it to False, or fused_loss=False"
+        )
     links = chain_of(model, plan)
-    stage = cut(model, links, partition([link.cost for link in links], mesh.pp.size), mesh.pp.index, streams)
+    keep = partition([link.cost for link in links], mesh.pp.size)
+    stage = cut(model, links, keep, mesh.pp.index, streams, fused_loss)
     if init is None:
         return stage.to(device=device, dtype=dtype)
     materialize(stage.model, mesh, init, seed=seed, dtype=dtype, device=device)
@@ -80,6 +92,8 @@ class TrainStep:
 
     `step(microbatches, valid, lr)` is one optimizer step on this rank's micro-batches; `valid` is the number of counted
     targets of the whole global batch. All ranks of a pipeline get the same micro-batches. Collective over the mesh.
+    fused_loss: where the plan gives up its logits, the loss computes them itself, a chunk at a time, and never holds
+    them all.
     """
 
     def __init__(
@@ -95,12 +109,16 @@ class TrainStep:
         init: Init | None = None,
         device: torch.device | str = "cpu",
         bucket_bytes: int = 32 << 20,
+        fused_loss: bool = True,
     ):
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}")
         self.mesh, self.plan, self.optim, self.device = mesh, plan, optim or OptimSettings(), torch.device(device)
-        dtype = named_precision(precision).parameters
-        self.stage = build_stage(build, plan, mesh, seed=seed, init=init, dtype=dtype, device=device)
+        self.dtype = dtype = named_precision(precision).parameters
+        self.fused_loss = fused_loss and plan.gives_up_logits
+        self.stage = build_stage(
+            build, plan, mesh, seed=seed, init=init, dtype=dtype, device=device, fused_loss=self.fused_loss
+        )
         self.model = self.stage.model
         self.params = dict(self.model.named_parameters())
         self.recs = records(self.model, mesh)
@@ -109,6 +127,7 @@ class TrainStep:
         self.optimizer = MixedAdamW(
             self.params, self.recs, self.buffers, mesh, o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay
         )
+        self._lives: dict[int, int] = {}
         self.executor = Executor([self.stage], mesh.pp, mesh.pp_up, SCHEDULES[schedule], device)
 
     def step(
@@ -124,7 +143,8 @@ class TrainStep:
         start, before = perf_counter(), self._waits()
         self.stage.train()
         self.buffers.zero()
-        losses = self.executor.step(microbatches, self._loss(valid), on_last=lambda _: self.buffers.expect())
+        loss_of = self._loss(valid, self._live(len(microbatches)))
+        losses = self.executor.step(microbatches, loss_of, on_last=lambda _: self.buffers.expect())
         self.buffers.finish()
         if inspect is not None:
             inspect(self.buffers)
@@ -151,24 +171,39 @@ class TrainStep:
         self.stage.eval()
         return self._over_world(self.executor.evaluate(microbatches, self._loss(valid)))
 
-    def _loss(self, valid: int) -> Callable[[dict[str, Tensor], MicroBatch], Tensor]:
-        plan, group = self.plan, self.mesh.tp
+    def _live(self, microbatches: int) -> int:
+        """How many losses of the last stage wait for their backward at once: 1 with 1f1b, all with gpipe."""
+        if microbatches not in self._lives:
+            p = self.mesh.pp.size
+            lists = [self.executor.schedule(rank, p, microbatches) for rank in range(p)]
+            self._lives[microbatches] = simulate(lists, microbatches=microbatches).peak_live[-1] if microbatches else 0
+        return self._lives[microbatches]
 
-        def loss(outputs: dict[str, Tensor], batch: MicroBatch) -> Tensor:
-            total = vocab_parallel_cross_entropy(
-                outputs["logits"],
-                batch.targets,
-                vocab_size=plan.vocab_size,
-                group=group,
-                multiple=plan.vocab_multiple,
-                reduction="sum",
-                inplace_backward=plan.gives_up_logits,
-            )
-            return total / max(
-                valid, 1
-            )  # of the whole global batch: a mean of means weighs short micro-batches too much
+    def _loss(self, valid: int, live: int = 1) -> Callable[[dict[str, Tensor | Unprojected], MicroBatch], Tensor]:
+        """sum / valid, of the whole global batch: a mean of means weighs short micro-batches too much."""
+        plan, scale = self.plan, 1 / max(valid, 1)
+        shared = {"vocab_size": plan.vocab_size, "group": self.mesh.tp, "multiple": plan.vocab_multiple}
+
+        def loss(outputs: dict[str, Tensor | Unprojected], batch: MicroBatch) -> Tensor:
+            logits = outputs["logits"]
+            if not isinstance(logits, Unprojected):
+                return scale * vocab_parallel_cross_entropy(
+                    logits, batch.targets, **shared, reduction="sum", inplace_backward=plan.gives_up_logits
+                )
+            if live <= 1:
+                return head_cross_entropy(logits, batch.targets, **shared, reduction="sum", scale=scale)
+            # a reduced loss would keep the gradient of the whole head until its backward, and so would each that waits
+            return scale * head_cross_entropy(logits, batch.targets, **shared, reduction="none").sum()
 
         return loss
+
+    def logits_bytes(self, tokens: int) -> tuple[int, int]:
+        """(all logits of a micro-batch of `tokens` on a rank of the last stage, the most of them that it holds)."""
+        plan, t = self.plan, self.mesh.tp.size
+        _, _, columns = vocab_range(plan.vocab_size, t, 0, plan.vocab_multiple)
+        row = columns * self.dtype.itemsize
+        held = chunk_rows_for(tokens, -(-plan.vocab_size // t), self.dtype, self.device.type)
+        return tokens * row, (min(held, tokens) if self.fused_loss else tokens) * row
 
     def _over_world(self, losses: Sequence[Tensor]) -> float:
         """Sum of the micro-batches' losses over data-parallel ranks, told to every rank; tp ranks hold the same

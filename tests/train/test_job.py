@@ -127,8 +127,9 @@ def test_report_and_files(jobs, config, tmp_path):
     assert sampled.codes == [0] and sampled.said[0].startswith("alpha"), sampled.output
     again = jobs.run(4, "train", config, *options(TP_PP))
     assert again.codes == [0] * 4 and "complete at step 8" in again.said[0], again.output
-    fresh = jobs.run(4, "train", config, "--fresh", *options(TP_PP, steps=2))
-    assert fresh.codes == [0] * 4, fresh.output
+    assert "fused loss: 0.0 of 0.0 MiB of logits of a micro-batch at a time, 0.0 MiB saved" in ended.said[0]
+    fresh = jobs.run(4, "train", config, "--fresh", *options(TP_PP, steps=2, fused_loss="false"))
+    assert fresh.codes == [0] * 4 and "fused loss" not in fresh.said[0], fresh.output
     assert sorted(losses(run)) == [1, 2] and sorted(losses(tmp_path / "run.1")) == list(range(1, 9))
 
 
