@@ -9,10 +9,11 @@
 namespace megacore {
 namespace {
 
-constexpr int64_t kWide = 4 << 20, kPanel = 1 << 20;  // elements of fp32 scratch for rows of a, and for a panel of b
+constexpr int64_t kWide = 4 << 20, kPanel = 2 << 20;  // elements of fp32 scratch for rows of a, and for a panel of b
 
+// How many rows of `each` elements: whole 64s, because a GEMM is slower at sizes between.
 int64_t fit(int64_t elements, int64_t each, int64_t low, int64_t high) {
-  return std::clamp(elements / std::max<int64_t>(each, 1), low, high);
+  return std::clamp(elements / std::max<int64_t>(each, 1) / 64 * 64, low, high);
 }
 
 // [rows, cols] at the start of a buffer that is large enough.

@@ -1,7 +1,7 @@
 // Matrix products of 16-bit numbers on a CPU without arithmetic of them (native.h): panels are widened into fp32
 // scratch and multiplied by the library's fp32 GEMM; what is stored is rounded once.
 //
-// The scratch is bounded: at most 16 MB of rows of `a` and 4 MB of `b` unless 128 rows or 64 columns alone are more,
+// The scratch is bounded: at most 16 MB of rows of `a` and 8 MB of `b` unless 128 rows or 64 columns alone are more,
 // and their product. Panels have one layout whatever that of the arguments is, so a view gives the bits of its copy,
 // and costs none.
 #pragma once
