@@ -19,6 +19,7 @@ TORCH_LIBRARY(megacore, m) {
   m.def("linear_gelu_dpre_triton(Tensor dy, Tensor pre, bool bias_grad, str approximate) -> (Tensor dpre, Tensor dbias)");
   m.def("linear_swiglu_dpre_triton(Tensor dy, Tensor pre, bool bias_grad) -> (Tensor dpre, Tensor dbias)");
   m.def("dropout(Tensor x, float p, SymInt key, Tensor sample, Tensor position, SymInt feature_start, SymInt features, SymInt group_start) -> Tensor");
+  m.def("dropout_triton(Tensor x, float p, SymInt key, Tensor sample, Tensor position, SymInt feature_start, SymInt features, SymInt group_start) -> Tensor");
   m.def("cross_entropy(Tensor logits, Tensor target, SymInt vocab_start, SymInt vocab_size, str group, int ignore_index, float label_smoothing, float z_loss, bool inplace_backward, str impl) -> (Tensor loss, Tensor norm)");
   m.def("cross_entropy_stats(Tensor logits, Tensor target, SymInt vocab_start, SymInt vocab_size, int ignore_index) -> Tensor");
   m.def("cross_entropy_merge(Tensor stats, Tensor target, int ranks, SymInt vocab_size, int ignore_index, float label_smoothing, float z_loss) -> (Tensor loss, Tensor norm)");

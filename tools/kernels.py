@@ -3,7 +3,9 @@
 1. csrc/cuda/*.cu by nvcc alone for sm_80 and sm_90a. Fails on register spills, stack frames, C7508 (setmaxnreg ignored)
    and C7510 (wgmma serialised). Without nvcc: skipped, and says so.
 2. Every Triton kernel ahead of time for sm_80 and sm_90, from the table AOT beside it (kernel -> [(signature,
-   constexprs, options)]). Fails on a spill, on more shared memory than a block may have, and on a kernel without entry.
+   constexprs, options)]; a type that ends with :16 says that the address or number is a multiple of 16, as the launch
+   finds out). Fails on a spill, on more shared memory than a block may have, on a kernel without entry, and where the
+   machine code of a kernel with a matrix product of 16 bits has none of the matrix instructions (HGMMA, HMMA).
 3. csrc/*.cpp and csrc/cpu/*.cpp for arm64 by aarch64-linux-gnu-g++ with the flags of setup.py, against torch's headers.
 
 One row an item; the exit code is non-zero when a row failed. Nothing here runs a kernel.
@@ -125,17 +127,18 @@ def compile_triton(kernel: object, entry: tuple[dict, dict, dict], capability: i
     types, constexprs, options = entry
     if missing := [name for name in kernel.arg_names if name not in types and name not in constexprs]:
         raise RuntimeError(f"its AOT entry has no type for {', '.join(missing)}")
-    signature = {name: "constexpr" if name in constexprs else types[name] for name in kernel.arg_names}
+    signature = {name: "constexpr" if name in constexprs else types[name].split(":")[0] for name in kernel.arg_names}
+    aligned = [i for i, name in enumerate(kernel.arg_names) if name not in constexprs and types[name].endswith(":16")]
+    source = ASTSource(kernel, signature, constexprs, {(i,): [["tt.divisibility", 16]] for i in aligned})
     try:
-        built = triton.compile(
-            ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", capability, 32), options=options
-        )
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     except Exception as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
-        usage = run([triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name])
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage, code = run([tool, "--dump-resource-usage", file.name]), run([tool, "-sass", file.name])
     registers, stack, local = (int(re.search(rf"\b{key}:(\d+)", usage).group(1)) for key in ("REG", "STACK", "LOCAL"))
     if stack or local:
         raise RuntimeError(
@@ -143,7 +146,20 @@ def compile_triton(kernel: object, entry: tuple[dict, dict, dict], capability: i
         )
     if built.metadata.shared > TRITON_TARGETS[capability]:
         raise RuntimeError(f"shared memory {built.metadata.shared} B is above {TRITON_TARGETS[capability]} B")
+    if fault := matrix_fault(built.asm["ttir"], code, capability):
+        raise RuntimeError(fault)
     return f"registers {registers}, shared {built.metadata.shared} B"
+
+
+def matrix_fault(source: str, code: str, capability: int) -> str:
+    """What is wrong with the machine code of a kernel whose source multiplies matrices of 16 bits; else nothing."""
+    products = [line for line in source.splitlines() if "tt.dot" in line and re.search(r"x(bf16|f16)>", line)]
+    wanted = "HGMMA" if capability == 90 else "HMMA"
+    if products and not re.search(rf"\b{wanted}\b", code):
+        return f"no {wanted} in the machine code of a product of 16-bit matrices"
+    if products and capability == 90 and re.search(r"\bHMMA\b", code):
+        return "HMMA beside HGMMA: a product that took the slow path"
+    return f"{local[0]} in the machine code: local memory" if (local := re.findall(r"\b(?:LDL|STL)\b", code)) else ""
 
 
 def describe(entry: tuple[dict, dict, dict]) -> str:

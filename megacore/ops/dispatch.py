@@ -28,7 +28,7 @@ SERVED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "linear_gelu": _LINEAR,
     "linear_swiglu": _LINEAR,
     "cross_entropy": {"cpu": ("cpp", "reference", "triton"), "cuda": ("triton", "reference")},
-    "dropout": {"cpu": ("cpp", "reference"), "cuda": ("reference",)},
+    "dropout": {"cpu": ("cpp", "reference", "triton"), "cuda": ("triton", "reference")},
 }
 
 _HINTS: Mapping[tuple[str, str], str] = {

@@ -16,6 +16,7 @@ from megacore.ops.dispatch import check_devices, chosen
 
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
+_SUFFIX = {"cpp": "", "triton": "_triton"}  # names of the operators that an implementation registers
 
 
 def dropout_key(seed: int, step: int, module: str) -> int:
@@ -49,7 +50,8 @@ def dropout(
     features = x.shape[-1] if features is None else features
     check_devices("dropout", x, sample=sample, position=position)
     key = key - 2**64 if key >= 2**63 else key  # the schema's integers are signed
-    serve = reference if chosen("dropout", x.device) == "reference" else torch.ops.megacore.dropout
+    impl = chosen("dropout", x.device)
+    serve = reference if impl == "reference" else getattr(torch.ops.megacore, "dropout" + _SUFFIX[impl])
     return serve(x, p, key, sample, position, feature_start, features, group_start)
 
 
@@ -77,7 +79,7 @@ def reference(
 def _check(
     x: Tensor, p: float, sample: Tensor, position: Tensor, feature_start: int, features: int, group_start: int
 ) -> None:
-    """What the C++ kernel checks, for the reference."""
+    """What the C++ kernel checks, for the reference and for Triton."""
 
     def check(holds: bool, name: str, got: object, wanted: str) -> None:
         if not holds:
@@ -118,9 +120,12 @@ def _product(a: Tensor, m: int) -> tuple[Tensor, Tensor]:
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-@torch.library.register_fake("megacore::dropout")
+@torch.library.impl("megacore::dropout_triton", ("cpu", "cuda"))
 def _(x, p, key, sample, position, feature_start, features, group_start) -> Tensor:
-    return torch.empty_like(x)
+    from megacore.triton_kernels import dropout as kernels  # only here: a CPU install may lack triton
+
+    _check(x, p, sample, position, feature_start, features, group_start)
+    return kernels.dropout(x, p, key, sample, position, feature_start, features, group_start)
 
 
 def _save(ctx, inputs: tuple, output: Tensor) -> None:
@@ -128,10 +133,20 @@ def _save(ctx, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(sample, position)
 
 
-def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-    sample, position = ctx.saved_tensors
-    dx = torch.ops.megacore.dropout(dy, ctx.p, ctx.key, sample, position, *ctx.slice)
-    return dx, *[None] * 7
+def _register(name: str) -> None:
+    """Fake and gradient of one implementation: its backward redraws the mask by the same implementation."""
+
+    @torch.library.register_fake(f"megacore::{name}")
+    def _(x, p, key, sample, position, feature_start, features, group_start) -> Tensor:
+        return torch.empty_like(x)
+
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        sample, position = ctx.saved_tensors
+        dx = getattr(torch.ops.megacore, name)(dy, ctx.p, ctx.key, sample, position, *ctx.slice)
+        return dx, *[None] * 7
+
+    torch.library.register_autograd(f"megacore::{name}", backward, setup_context=_save)
 
 
-torch.library.register_autograd("megacore::dropout", _backward, setup_context=_save)
+for _suffix in _SUFFIX.values():
+    _register("dropout" + _suffix)

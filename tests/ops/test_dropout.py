@@ -12,6 +12,19 @@ from megacore.ops.dropout import philox
 from tests.oracle import DTYPES, offset_by_one, views
 
 KEY = 0xFEDCBA9876543210
+IMPLS = implementations("dropout", "cpu")  # "triton" too in the interpreter: tests/triton_kernels
+PATHS = [impl for impl in [*IMPLS, "cpp-portable"] if impl != "reference"]  # what is held against the reference
+OPERATORS = {"cpp": torch.ops.megacore.dropout, "triton": torch.ops.megacore.dropout_triton}
+
+
+@pytest.fixture
+def serving(request):
+    """The implementation, named as in PATHS, serves dropout during the test."""
+    name = request.param.removesuffix("-portable")
+    _C.set_portable(name != request.param)
+    with use(name, "dropout"):
+        yield name
+    _C.set_portable(False)
 
 
 def where(b, s, sample=3, position=5):
@@ -45,55 +58,44 @@ def scalar_draw(element, position, sample, key):
     return c[element % 4]
 
 
-@pytest.mark.parametrize("impl", implementations("dropout", "cpu"))
-@pytest.mark.parametrize("portable", [False, True])
-def test_mask_is_the_documented_one(impl, portable):
+@pytest.mark.parametrize("serving", [*PATHS, "reference"], indirect=True)
+def test_mask_is_the_documented_one(serving):
     sample, position = torch.tensor([7, 2**41 + 9]), torch.tensor([[0, 2**31 + 1], [2**32 + 5, 3]])
     place = {"feature_start": 3, "features": 77, "group_start": 5}
     x = torch.ones(2, 3, 2, 70, dtype=torch.float64)
-    _C.set_portable(portable)
-    try:
-        with use(impl, "dropout"):
-            y = dropout(x, 0.3, key=KEY, sample=sample, position=position, **place)
-    finally:
-        _C.set_portable(False)
+    y = dropout(x, 0.3, key=KEY, sample=sample, position=position, **place)
     for b, g, s, f in torch.cartesian_prod(*(torch.arange(n) for n in x.shape)).tolist():
         draw = scalar_draw((5 + g) * 77 + 3 + f, position[b, s].item(), sample[b].item(), KEY)
         assert y[b, g, s, f].item() == (1 / 0.7 if draw >= math.floor(0.3 * 2**32) else 0.0)
 
 
-@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("serving", PATHS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", [1e-12, 0.1, 0.5, 1 - 2**-20])
-def test_implementations_agree_bit_for_bit(dtype, p, portable):
-    _C.set_portable(portable)
-    try:
-        for shape in [(1, 1, 1), (2, 3, 5), (3, 2, 131), (2, 3, 5, 67), (1, 2, 1, 1), (0, 2, 3), (2, 0, 3), (2, 3, 0)]:
-            x = torch.randn(shape).to(dtype)
-            at = where(shape[0], shape[-2]) | {"feature_start": 2, "features": shape[-1] + 3, "group_start": 1}
+def test_implementations_agree_bit_for_bit(dtype, p, serving):
+    # 1021 with three lanes in front: a tile of the Triton kernel and one element
+    tails = [(2, 3, 5, 67), (1, 2, 1, 1), (0, 2, 3), (2, 0, 3), (2, 3, 0), (1, 2, 1, 1021), (1, 2, 1, 1024)]
+    for shape in [(1, 1, 1), (2, 3, 5), (3, 2, 131), *tails]:
+        x = torch.randn(shape).to(dtype)
+        place = {"feature_start": 2, "features": shape[-1] + 3, "group_start": 1}
+        for at in (where(shape[0], shape[-2]), where(shape[0], shape[-2], 2**40 + 3, 2**32 - 1) | place):
             with use("reference", "dropout"):
                 want = dropout(x, p, key=KEY, **at)
             assert torch.equal(dropout(x, p, key=KEY, **at), want)
-    finally:
-        _C.set_portable(False)
 
 
-@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("serving", PATHS, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_sixteen_bit_value_is_rounded_as_torch_rounds(dtype, portable):
+def test_every_sixteen_bit_value_is_rounded_as_torch_rounds(dtype, serving):
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(4, 16, 1024)
-    _C.set_portable(portable)
-    try:
-        for p in (0.1, 2**-40):  # 2^-40 drops nothing and scales by 1: the value itself must come back
-            y = dropout(x, p, key=1, **where(4, 16))
-            kept = (x.float() * (1 / (1 - p))).to(dtype)
-            mask = torch.ones(x.shape) if p < 0.1 else dropout(torch.ones(x.shape), p, key=1, **where(4, 16))
-            torch.testing.assert_close(y, torch.where(mask > 0, kept, 0.0), rtol=0, atol=0, equal_nan=True)
-    finally:
-        _C.set_portable(False)
+    for p in (0.1, 2**-40):  # 2^-40 drops nothing and scales by 1: the value itself must come back
+        y = dropout(x, p, key=1, **where(4, 16))
+        kept = (x.float() * (1 / (1 - p))).to(dtype)
+        mask = torch.ones(x.shape) if p < 0.1 else dropout(torch.ones(x.shape), p, key=1, **where(4, 16))
+        torch.testing.assert_close(y, torch.where(mask > 0, kept, 0.0), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("impl", implementations("dropout", "cpu"))
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("features", [64, 61])  # 61: the lanes of a slice do not start at a multiple of four
 def test_dropout_of_a_slice_is_the_slice_of_dropout(impl, features):
     b, g, s = 4, 6, 5
@@ -123,7 +125,8 @@ def test_dropout_of_a_slice_is_the_slice_of_dropout(impl, features):
         assert torch.equal(dropout(x[shuffled], 0.4, key=KEY, **moved), whole[shuffled])
 
 
-def test_positions_per_row():
+@pytest.mark.parametrize("serving", PATHS[:-1], indirect=True)
+def test_positions_per_row(serving):
     x, sample = torch.randn(2, 5, 33), torch.tensor([1, 2])
     position = torch.tensor([[4, 3, 2, 1, 0], [0, 1, 2, 3, 4]])
     y = dropout(x, 0.4, key=KEY, sample=sample, position=position)
@@ -169,7 +172,7 @@ def test_mb_14_masks_over_tensor_and_data_parallel():
     assert 0.3 < (rank[0] == rank[1]).float().mean() < 0.7
 
 
-@pytest.mark.parametrize("impl", implementations("dropout", "cpu"))
+@pytest.mark.parametrize("impl", IMPLS)
 def test_mb_14_backward_redraws_the_mask(impl):
     """(d) at the operator: x.grad equals y bitwise for ones, after other draws in between."""
     x = torch.ones(2, 4, 64, requires_grad=True)
@@ -188,14 +191,16 @@ def test_mb_14_no_generator_is_consumed_and_p_0_is_the_identity():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_nothing_of_the_size_of_x_is_saved():
+@pytest.mark.parametrize("serving", PATHS[:-1], indirect=True)
+def test_nothing_of_the_size_of_x_is_saved(serving):
     x, saved = torch.randn(2, 4, 64, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         dropout(x, 0.5, key=KEY, **where(2, 4))
     assert sorted(saved) == [2, 4]
 
 
-def test_views_give_the_bits_of_contiguous_copies():
+@pytest.mark.parametrize("serving", PATHS[:-1], indirect=True)
+def test_views_give_the_bits_of_contiguous_copies(serving):
     """MB-23, upstream gradients included."""
     plain, at = torch.randn(6, 10), where(1, 6)
     upstream = torch.randn(6, 10)
@@ -235,17 +240,19 @@ def test_key_is_stable_and_separates():
     assert len(keys) == 36 and all(0 <= k < 2**64 for k in keys) and max(keys) >= 2**63
 
 
+@pytest.mark.parametrize("serving", PATHS[:-1], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck_and_gradcheck(dtype):
+def test_opcheck_and_gradcheck(dtype, serving):
     x, at = torch.randn(2, 3, 5, dtype=torch.float64), where(2, 3)
     arguments = (0.5, 3, at["sample"], at["position"], 1, 9, 0)
-    opcheck(torch.ops.megacore.dropout.default, (x.to(dtype).requires_grad_(), *arguments))
+    opcheck(OPERATORS[serving].default, (x.to(dtype).requires_grad_(), *arguments))
     if dtype == torch.float64:
         assert torch.autograd.gradcheck(lambda t: dropout(t, 0.5, key=3, **at), x.requires_grad_())
         assert torch.autograd.gradgradcheck(lambda t: dropout(t, 0.5, key=3, **at), x)
 
 
-def test_compiles_once_for_all_steps():
+@pytest.mark.parametrize("serving", PATHS[:-1], indirect=True)
+def test_compiles_once_for_all_steps(serving):
     """A new key each step must not compile anew each step."""
     frames = []
 
@@ -278,7 +285,7 @@ def test_compiles_once_for_all_steps():
         ({"sample": torch.arange(2, device="meta")}, ["sample", "meta", "cpu"]),
     ],
 )
-@pytest.mark.parametrize("impl", implementations("dropout", "cpu"))
+@pytest.mark.parametrize("impl", IMPLS)
 def test_refusals_name_operator_argument_got_and_wanted(impl, change, words):
     call = {"x": torch.ones(2, 4, 64), "p": 0.5, "key": 1, **where(2, 4)} | change
     with use(impl, "dropout"), pytest.raises(ValueError, match="(?i)" + ".*".join(["dropout", *words])) as caught:
