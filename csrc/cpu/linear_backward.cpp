@@ -106,8 +106,8 @@ Pair backward(const char* op, const at::Tensor& dy, const at::Tensor& pre, bool 
     T* out = data<T>(dpre);
     ColumnSums<acc_t<T>> sums(rows, n, bias_grad);
     for_each_tile(rows, f, kCols / Act::halves, [&](int64_t r, int64_t c, int64_t h, int64_t w) {
-      run_on_cpu<Backward<T, Act>>(Tile<T>{gp + r * g.stride(0) + c, g.stride(0), pp + r * n + c, out + r * n + c, n, f,
-                                           sums.at(r, c), h, w});
+      run_on_cpu<Backward<T, Act>>(
+          Tile<T>{gp + r * g.stride(0) + c, g.stride(0), pp + r * n + c, out + r * n + c, n, f, sums.at(r, c), h, w});
     });
     if (bias_grad) sums.total(data<T>(dbias));
   });

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import megacore._C as _C
+
 SUFFIX = {"cpp": "", "triton": "_triton"}  # of the raw operators
 OPERATORS = ("linear", "linear_gelu", "linear_swiglu")
 Form = tuple[str, ...]  # (approximate,) of linear_gelu, () of the others
@@ -106,6 +108,14 @@ def _in_this_backward(node: torch.autograd.graph.Node) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # "not supported" for a leaf that autograd.grad was asked for by name
         return True
+
+
+@torch.compiler.assume_constant_result
+def widens(device: str, dtype: torch.dtype) -> bool:
+    """Whether the C++ operators multiply `dtype` in fp32 on `device`, because the CPU has no arithmetic of it: there
+    torch's own products are several times slower than ours."""
+    native = {torch.bfloat16: _C.native_bf16, torch.float16: _C.native_fp16}.get(dtype)
+    return device == "cpu" and native is not None and not native()
 
 
 # ---- fakes and gradients ----

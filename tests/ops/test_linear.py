@@ -1,0 +1,333 @@
+"""The linear family against fp64 and against plain torch: values, gradients, sizes, compilation, refusals."""
+
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacore.ops import linear, linear_gelu, linear_swiglu, use
+from tests.ops.linear_cases import ACTIVATED, CASES, IMPLS, KERNELS, PATHS, Case, name, serving, with_gradients
+from tests.oracle import DTYPES, assert_as_good_as_torch, shapes
+
+GELUS = [case for case in CASES if case.op == "linear_gelu"]
+M_K_N = [(1, 1, 1), *shapes([7, 65], [13], [1, 31]), (130, 17, 1025)]
+PAST_PANELS = [(2050, 5, 7), (3, 600, 5), (2, 3, 4100)]  # of the scratch of widened products (csrc/cpu/gemm.cpp)
+by_case = pytest.mark.parametrize("case", CASES, ids=name)
+by_activation = pytest.mark.parametrize("case", ACTIVATED, ids=name)
+
+
+@pytest.fixture(params=PATHS)
+def path(request):
+    with serving(request.param):
+        yield request.param
+
+
+# ---- values ----
+
+
+@by_case
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matches_fp64(case, bias, dtype, path):
+    if path in ("cpp-native16", "cpp-widened") and dtype.itemsize > 2:
+        pytest.skip("of 16 bits")
+    triton = path == "triton"
+    sizes = M_K_N + PAST_PANELS if path == "cpp-widened" else M_K_N[:-1] if triton else M_K_N
+    for m, k, n in sizes:
+        found = []
+        # several, or torch's error on a handful of elements is a matter of luck
+        for seed in range(1 if m * n > 5000 else 2 if triton else 200 if m * n == 1 else 24):
+            x, w, b, dy = case.inputs(m, k, n, dtype, bias, seed)
+            wide = [t if t is None else t.double() for t in (x, w, b, dy)]
+            found.append(
+                [
+                    with_gradients(case, x, w, b, dy),
+                    with_gradients(case.plain, *wide),
+                    with_gradients(case.plain, x, w, b, dy),
+                ]
+            )
+        for runs in zip(*(zip(*f, strict=True) for f in found), strict=True):  # of y, dx, dw, db
+            assert_as_good_as_torch(*(torch.stack(side) for side in zip(*runs, strict=True)))
+
+
+@by_case
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_implementation_gives_the_formula(impl, case):
+    x, w, b, dy = case.inputs(5, 7, 3, torch.float64)
+    with serving(impl):
+        got = with_gradients(case, x, w, b, dy)
+    for ours, ref in zip(got, with_gradients(exact(case), x, w, b, dy), strict=True):
+        torch.testing.assert_close(ours, ref, rtol=1e-13, atol=1e-13)
+
+
+def exact(case: Case):
+    """fp64 without the cancellation of 1 + tanh and 1 + erf, so that the tail has digits too."""
+
+    def act(v):
+        if case.op == "linear_swiglu":
+            gate, up = v.chunk(2, -1)
+            return gate * torch.sigmoid(gate) * up
+        if case.approximate == "tanh":
+            return v * torch.sigmoid((8 / math.pi) ** 0.5 * (v + 0.044715 * v**3))
+        return v if case.op == "linear" else v * 0.5 * torch.special.erfc(-v / 2**0.5)
+
+    return lambda x, w, b: act(x @ w.t() if b is None else x @ w.t() + b)
+
+
+def weight_of_ones(case, dtype):  # makes the operator the activation itself; SwiGLU: silu(x) * x
+    return torch.ones(case.halves, 1, dtype=dtype)
+
+
+@by_activation
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_curve_and_derivative_over_the_whole_range(case, dtype, path):
+    """Each interval by itself, or the largest value sets the bound."""
+    edges = [-1e4, -100, -30, -12, -6, -3, -1, 0, 1, 3, 6, 12, 30, 1e4 if case.halves == 1 else 100]
+    one = weight_of_ones(case, dtype)
+    for low, high in zip(edges, edges[1:], strict=False):
+        x = torch.linspace(low, high, 1001, dtype=torch.float64).to(dtype).unsqueeze(1)
+        dy = torch.ones_like(x)
+        got = with_gradients(case, x, one, None, dy)[:2]
+        truth = with_gradients(exact(case), x.double(), one.double(), None, dy.double())[:2]
+        measure = with_gradients(case.plain, x, one, None, dy)[:2]
+        for ours, ref, torchs in zip(got, truth, measure, strict=True):
+            assert_as_good_as_torch(ours, ref, torchs)
+
+
+@pytest.mark.parametrize("case", GELUS, ids=name)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strange_values(case, dtype, path):
+    one = torch.ones(1, 1, dtype=dtype)
+    big = torch.finfo(dtype).max
+    x = torch.tensor([torch.inf, torch.nan, 0.0, -0.0, big, -big], dtype=dtype).unsqueeze(1)
+    y, dx, _ = (t.flatten().tolist() for t in with_gradients(case, x, one, None, torch.ones_like(x)))
+    assert y[0] == torch.inf and math.isnan(y[1]) and y[2:] == [0, 0, big, 0]
+    assert dx[0] == 1 and math.isnan(dx[1]) and dx[2:] == [0.5, 0.5, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strange_values_of_the_gate(dtype, path):
+    case, big = CASES[-1], torch.finfo(dtype).max
+    x = torch.tensor([torch.inf, torch.nan, 0.0, big, -big], dtype=dtype)
+    pre = torch.stack([x, torch.ones_like(x)], 1)
+    impl = path.partition("-")[0]
+    gate, up = case.raw_dpre(impl)(torch.ones_like(x).unsqueeze(1), pre, False)[0].t().tolist()
+    assert gate[0] == 1 and math.isnan(gate[1]) and gate[2:] == [0.5, 1, 0]
+    assert up[0] == torch.inf and math.isnan(up[1]) and up[2:] == [0, big, 0]
+
+
+@by_case
+def test_zero_sizes(case, path):
+    for m, k, n in [(0, 3, 5), (4, 0, 5), (4, 3, 0), (0, 0, 0)]:
+        if path == "triton" and k * n == 0:
+            continue
+        x, w, b, dy = case.inputs(m, k, n, torch.float32)
+        for leaves in ([x, w, b, dy], [t.bfloat16() for t in (x, w, b, dy)]):
+            got = with_gradients(case, *leaves)
+            for g, r in zip(got, with_gradients(case.plain, *leaves), strict=True):
+                torch.testing.assert_close(g, r)
+
+
+# ---- gradients ----
+
+
+@by_case
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradcheck(case, bias, impl):
+    x, w, b, _ = case.inputs(3, 4, 5, torch.float64, bias)
+    leaves = [t.requires_grad_() for t in (x, w, b) if t is not None]
+    with serving(impl):
+        assert torch.autograd.gradcheck(lambda x, w, b=None: case(x, w, b), leaves)
+
+
+def test_linear_has_a_second_derivative():
+    leaves = [t.requires_grad_() for t in CASES[0].inputs(3, 4, 5, torch.float64)[:3]]
+    assert torch.autograd.gradgradcheck(linear, leaves)
+
+
+@by_activation
+@pytest.mark.parametrize("impl", KERNELS)
+def test_second_derivative_is_refused(case, impl):
+    x, w, b, _ = case.inputs(2, 3, 4, torch.float32)
+    x.requires_grad_()
+    with serving(impl):
+        (dx,) = torch.autograd.grad(case(x, w, b).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=f"{case.op}.*reference"):
+        dx.sum().backward()
+
+
+@by_case
+@pytest.mark.parametrize("impl", KERNELS)
+def test_both_outputs_of_the_raw_operator_have_gradients(case, impl):
+    if case.op == "linear":
+        pytest.skip("has one")
+    x, w, b, dy = case.inputs(5, 7, 3, torch.float64)
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    extra = torch.randn(5, 3 * case.halves, dtype=torch.float64)
+    y, pre = case.raw(impl)(*leaves, *case.form)
+    plain = torch.nn.functional.linear(*leaves)
+    for ours, theirs, up in [((y, pre), (case.act(plain), plain), (dy, extra)), ((pre,), (plain,), (extra,))]:
+        got = torch.autograd.grad(ours, leaves, up, retain_graph=True)
+        for g, r in zip(got, torch.autograd.grad(theirs, leaves, up, retain_graph=True), strict=True):
+            torch.testing.assert_close(g, r)
+
+
+@by_case
+def test_only_what_requires_a_gradient_is_kept(case):
+    x, w, b, _ = case.inputs(6, 10, 7, torch.float32)
+    for wanted in ([0], [1], [2], [0, 2], [1, 2]):
+        leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((x, w, b))]
+        y = case(*leaves)
+        kept = [t for t in y.grad_fn.saved_tensors if t is not None] if hasattr(y.grad_fn, "saved_tensors") else []
+        assert len(kept) == (0 in wanted) + (1 in wanted) + (case.op != "linear"), "input of the other's, pre"
+        y.sum().backward()
+        assert [leaf.grad is not None for leaf in leaves] == [i in wanted for i in range(3)]
+
+
+class Called(TorchDispatchMode):
+    """Names of the operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@by_case
+def test_a_backward_computes_what_it_was_asked_for(case):
+    """Though all require a gradient: a schedule asks for that of the inputs first, for that of the weights later."""
+    x, w, b, dy = (t.requires_grad_() for t in case.inputs(6, 10, 7, torch.float32))
+    h = x * 1  # not a leaf, as inside a model
+    y = case(h, w, b)
+    for asked, there, absent in [(x, "linear_dgrad", "linear_wgrad"), (w, "linear_wgrad", "linear_dgrad")]:
+        with Called() as ran:
+            torch.autograd.grad(y, asked, dy, retain_graph=True)
+        assert there in ran.names and absent not in ran.names and "linear_dbias" not in ran.names
+    with Called() as ran:
+        y.backward(dy)
+    assert {"linear_dgrad", "linear_wgrad"} <= set(ran.names)
+
+
+def test_bias_gradient_does_not_depend_on_the_number_of_threads():
+    for case in CASES:
+        x, w, b, dy = case.inputs(700, 5, 1100, torch.float32)
+        before, found = torch.get_num_threads(), []
+        try:
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                found.append(with_gradients(case, x, w, b, dy)[3])
+        finally:
+            torch.set_num_threads(before)
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@by_case
+def test_sixteen_bit_bias_gradient_is_summed_in_fp32(case, path):
+    """MB-04: 512 gradients of exactly 1 in bf16, which saturate at 256 when summed in bf16."""
+    x = torch.zeros(512, 1, dtype=torch.bfloat16)
+    w = torch.zeros(case.halves, 1, dtype=torch.bfloat16)
+    b = torch.full((case.halves,), 30.0, dtype=torch.bfloat16).requires_grad_()
+    with torch.no_grad():
+        b[1:] = 1  # of SwiGLU: silu'(30) * 1
+    case(x, w, b).sum().backward()
+    assert b.grad[0].item() == 512
+
+
+# ---- registration ----
+
+
+@by_case
+@pytest.mark.parametrize("impl", KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_opcheck(case, impl, dtype, bias):
+    x, w, b, dy = case.inputs(6, 10, 7, dtype, bias)
+    leaves = [t if t is None else t.requires_grad_() for t in (x, w, b)]
+    opcheck(case.raw(impl), (*leaves, *case.form))
+    if case.op != "linear":
+        opcheck(case.raw_dpre(impl), (dy, torch.randn(6, 7 * case.halves).to(dtype), bias, *case.form))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_of_the_products(dtype):
+    x, w, _, dy = (t.requires_grad_() for t in CASES[0].inputs(6, 10, 7, dtype))
+    main = torch.zeros(7, 10, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    opcheck(torch.ops.megacore.linear_dbias.default, (dy,))
+    opcheck(torch.ops.megacore.linear_dgrad.default, (dy, w))
+    opcheck(torch.ops.megacore.linear_wgrad.default, (dy, x))
+    opcheck(torch.ops.megacore.linear_wgrad_.default, (dy.detach(), x.detach(), main))
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3]], ids=name)
+def test_compiles_in_one_graph(case):
+    x, w, b, dy = case.inputs(6, 10, 7, torch.float32)
+    got = with_gradients(torch.compile(case, fullgraph=True), x, w, b, dy)
+    for compiled, eager in zip(got, with_gradients(case, x, w, b, dy), strict=True):
+        assert torch.equal(compiled, eager)
+
+
+def test_choice_is_captured_at_forward():
+    x, w, b, _ = CASES[1].inputs(6, 10, 7, torch.float32)
+    x.requires_grad_()
+    with use("reference", "linear_gelu"):
+        y = linear_gelu(x, w, b)
+    assert "Gelu" in y.grad_fn.name()
+    assert "megacore" in linear_gelu(x, w, b).grad_fn.name()
+
+
+# ---- refusals ----
+
+
+@by_case
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x, w, b: (x.double(), w, b), ["weight", "float", "Double", "x"]),
+        (lambda x, w, b: (x, w, b.half()), ["bias", "Half", "Float"]),
+        (lambda x, w, b: (x, w.t(), b), ["weight", r"\[10, \d+\]", r"\[N, 10\]"]),
+        (lambda x, w, b: (x, w, b[:3]), ["bias", r"\[3\]", r"\[\d+\]"]),
+        (lambda x, w, b: (x.long(), w, b), ["x", "Long|int64", "BFloat16"]),
+        (lambda x, w, b: (x, w.to("meta"), b), ["weight", "meta", "cpu"]),
+        (lambda x, w, b: (x[0, 0], w, b), ["x", r"\[\]", r"\[\.\.\., K\]"]),
+    ],
+)
+def test_refusals_name_operator_argument_got_and_wanted(case, impl, change, words):
+    x, w, b, _ = case.inputs(6, 10, 7, torch.float32)
+    with serving(impl), pytest.raises(ValueError, match="(?i)" + ".*".join([case.op, *words])) as caught:
+        case(*change(x, w, b))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_refusals_of_one_operator(impl):
+    x, w, b, _ = CASES[0].inputs(6, 10, 7, torch.float32)
+    with serving(impl):
+        with pytest.raises(ValueError, match="linear_gelu: approximate is 'erf'; wanted 'tanh' or 'none'"):
+            linear_gelu(x, w, b, approximate="erf")
+        with pytest.raises(ValueError, match=r"linear_swiglu: weight is \[7, 10\] .* wanted \[2F"):
+            linear_swiglu(x, w, b)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda ops, d, x: ops.linear_dgrad(d, x), r"linear_dgrad: weight is \[6, 10\].*wanted \[7, K\]"),
+        (lambda ops, d, x: ops.linear_wgrad(d[:3], x), r"linear_wgrad: dpre is \[3, 7\].*leading sizes of x"),
+        (lambda ops, d, x: ops.linear_wgrad_(d, x, d), r"linear_wgrad_: main_grad is \[6, 7\].*wanted \[7, 10\]"),
+        (lambda ops, d, x: ops.linear_wgrad_(d, x, d.half()), "linear_wgrad_: main_grad is .*Half.*wanted dtype Float"),
+        (lambda ops, d, x: ops.linear_gelu_dpre(d, x, True, "tanh"), r"linear_gelu_dpre: dy is .*wanted \[6, 10\]"),
+        (lambda ops, d, x: ops.linear_swiglu_dpre(d, x, True), r"linear_swiglu_dpre: dy is .*wanted \[6, 5\]"),
+    ],
+)
+def test_refusals_of_the_parts_of_backward(call, words):
+    x, _, _, d = CASES[0].inputs(6, 10, 7, torch.float32)
+    with pytest.raises(ValueError, match=words) as caught:
+        call(torch.ops.megacore, d, x)
+    assert "\n" not in str(caught.value)
