@@ -126,6 +126,16 @@ def test_dropout_of_a_slice_is_the_slice_of_dropout(impl, features):
 
 
 @pytest.mark.parametrize("serving", PATHS[:-1], indirect=True)
+def test_elements_beyond_two_to_the_31(serving):
+    """MB-21: rows, then features, that lie so far apart; the memory is virtual, few pages of it are touched."""
+    x, far = torch.randn(1, 3, 8).half(), torch.empty(2**31 + 64, dtype=torch.float16)
+    for strides in ((0, 2**30, 1), (0, 1, 306783378)):
+        distant = far.as_strided(x.shape, strides).copy_(x)
+        got = OPERATORS[serving](distant, 0.5, 1, *where(1, 3).values(), 0, 8, 0)
+        assert torch.equal(got, dropout(x, 0.5, key=1, **where(1, 3)))
+
+
+@pytest.mark.parametrize("serving", PATHS[:-1], indirect=True)
 def test_positions_per_row(serving):
     x, sample = torch.randn(2, 5, 33), torch.tensor([1, 2])
     position = torch.tensor([[4, 3, 2, 1, 0], [0, 1, 2, 3, 4]])
@@ -243,7 +253,7 @@ def test_key_is_stable_and_separates():
 @pytest.mark.parametrize("serving", PATHS[:-1], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck_and_gradcheck(dtype, serving):
-    x, at = torch.randn(2, 3, 5, dtype=torch.float64), where(2, 3)
+    x, at = torch.randn(2, 2, 3, dtype=torch.float64), where(2, 2)
     arguments = (0.5, 3, at["sample"], at["position"], 1, 9, 0)
     opcheck(OPERATORS[serving].default, (x.to(dtype).requires_grad_(), *arguments))
     if dtype == torch.float64:
