@@ -130,7 +130,7 @@ Pair widened(const char* op, const at::Tensor& x, const at::Tensor& weight, cons
 
 template <class Act>
 Pair activated(const char* op, const at::Tensor& x_, const at::Tensor& weight, const Bias& bias) {
-  const NoAutocast guard;
+  const Inside guard;
   const at::Tensor x = as_rows(x_);
   const int64_t n = weight.size(0), f = n / Act::halves;
   at::Tensor y, pre;
@@ -155,7 +155,7 @@ Pair activated(const char* op, const at::Tensor& x_, const at::Tensor& weight, c
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const Bias& bias) {
   check("linear", x, weight, bias);
-  const NoAutocast guard;
+  const Inside guard;
   const at::Tensor rows = as_rows(x);
   const at::Tensor y = native(x.scalar_type()) ? product(rows, weight, bias)
                                                : std::get<0>(widened<Identity>("linear", rows, weight, bias));

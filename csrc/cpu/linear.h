@@ -4,6 +4,7 @@
 // turn, then the sums of a tile, both in the accumulation type, then tiles from the top in double.
 #pragma once
 #include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -18,9 +19,11 @@ namespace megacore {
 
 constexpr int64_t kRows = 64, kCols = 1024, kFew = 8;
 
-// Under autocast aten's GEMM would choose its own dtype; the public functions have cast what autocast casts.
-struct NoAutocast {
-  const c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
+// For aten's operators inside a kernel. Under autocast its GEMM would choose its own dtype (the public functions have
+// cast what autocast casts), and autograd would record what the operator's own gradient covers.
+struct Inside {
+  const c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};
+  const at::AutoDispatchBelowAutograd autograd;
 };
 
 inline int64_t rows_of(const at::Tensor& t) {

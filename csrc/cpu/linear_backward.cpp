@@ -157,7 +157,7 @@ at::Tensor linear_dbias(const at::Tensor& dpre) {  // [..., N] any strides -> [N
 
 at::Tensor linear_dgrad(const at::Tensor& dpre, const at::Tensor& weight) {  // [..., N], [N, K] -> [..., K]
   constexpr const char* op = "linear_dgrad";
-  const NoAutocast guard;
+  const Inside guard;
   check_floating(op, "dpre", dpre);
   check_same(op, "weight", weight, "dpre", dpre);
   MEGACORE_CHECK(dpre.dim() >= 1, op, "dpre", describe(dpre), "[..., N]");
@@ -183,7 +183,7 @@ Pair checked_rows(const char* op, const at::Tensor& dpre, const at::Tensor& x) {
 }
 
 at::Tensor linear_wgrad(const at::Tensor& dpre, const at::Tensor& x) {  // [..., N], [..., K] -> [N, K]
-  const NoAutocast guard;
+  const Inside guard;
   const auto [a, b] = checked_rows("linear_wgrad", dpre, x);
   if (native(x.scalar_type())) return at::mm(a.contiguous().t(), b.contiguous());
   const int64_t n = a.size(1), k = b.size(1);
@@ -201,7 +201,7 @@ at::Tensor linear_wgrad(const at::Tensor& dpre, const at::Tensor& x) {  // [...,
 // main_grad += dpre^T x in main_grad's dtype: 16 bits are widened whatever the CPU, so that no product is rounded.
 void linear_wgrad_into(const at::Tensor& dpre, const at::Tensor& x, at::Tensor main_grad) {
   constexpr const char* op = "linear_wgrad_";
-  const NoAutocast guard;
+  const Inside guard;
   const auto [a, b] = checked_rows(op, dpre, x);
   const auto wanted = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   MEGACORE_CHECK(main_grad.device() == x.device(), op, "main_grad", describe(main_grad),

@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+import megacore.ops.linear_operators  # noqa: F401  their fakes and gradients
 from megacore.ops.dispatch import as_autocast, check_devices, chosen
-from megacore.ops.linear_operators import activation, check_arguments, forward
+from megacore.ops.linear_parts import activation, check_arguments, forward
 from megacore.ops.weight_grads import WeightGrads, into_main_grads
 
 

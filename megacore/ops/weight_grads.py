@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacore.ops.linear_operators import Form, add_wgrad, asked, dgrad, dpre, forward, main_dtype
+from megacore.ops.linear_parts import Form, add_wgrad, asked, dgrad, dpre, forward, main_dtype
 
 Targets = tuple[Tensor | None, Tensor | None]  # the buffers of weight and bias
 
@@ -32,7 +32,7 @@ class _Product:
     def run(self) -> None:
         if self.x._version != self.version:
             raise RuntimeError("WeightGrads.run: the input of a linear was changed in place after its backward")
-        with torch.autocast(self.x.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(self.x.device.type, enabled=False):
             add_wgrad(self.impl, self.dpre, self.x, self.main_grad)
 
 
@@ -93,10 +93,13 @@ class WeightGrads:
         if id(t) in self._buffers:
             return self._buffers[id(t)][1]
         base, main = self._buffers.get(id(t._base), (None, None)) if t._is_view() else (None, None)
-        if base is None or base.stride() != main.stride():
+        if base is None:
             return None
-        # the same view of the buffer, e.g. weight.t() of a layer that stores [K, N]
-        return main.as_strided(t.shape, t.stride(), main.storage_offset() + t.storage_offset() - base.storage_offset())
+        if base.stride() == main.stride():  # the same view of the buffer: weight.t() of a layer that stores [K, N], say
+            shift = t.storage_offset() - base.storage_offset()
+            return main.as_strided(t.shape, t.stride(), main.storage_offset() + shift)
+        turned = (t.shape, t.stride(), t.storage_offset()) == (base.t().shape, base.t().stride(), base.storage_offset())
+        return main.t() if turned else None
 
     def add(self, impl: str, dpre: Tensor, x: Tensor, main_grad: Tensor) -> None:
         """main_grad += dpre.T @ x, now or at run()."""

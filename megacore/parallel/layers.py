@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megacore.comm.collectives import copy_to, gather_from, gather_seq, reduce_from, reduce_scatter_seq, scatter_to
 from megacore.comm.mesh import Group
 from megacore.ops import linear, linear_gelu
-from megacore.ops.linear_operators import widens
+from megacore.ops.linear_parts import widens
 from megacore.parallel.materialize import Init, draw
 from megacore.parallel.record import ParamRecord, Placement, Range, along, unit_range, whole
 

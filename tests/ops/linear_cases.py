@@ -12,11 +12,15 @@ from torch import Tensor
 
 from megacore import _C
 from megacore.ops import implementations, linear, linear_gelu, linear_swiglu, use
+from tests.oracle import DTYPES
 
 IMPLS = implementations("linear_gelu", "cpu")  # "triton" too in the interpreter: tests/triton_kernels
 KERNELS = [impl for impl in IMPLS if impl != "reference"]
 # the C++ kernels without wider instructions; as on a CPU with and one without 16-bit arithmetic
 PATHS = [*KERNELS, "cpp-portable", "cpp-native16", "cpp-widened"]
+DTYPES_OF = {path: [d for d in DTYPES if d != torch.float64 or path != "triton"] for path in [*PATHS, "reference"]}
+DTYPES_OF |= {path: [torch.bfloat16, torch.float16] for path in ("cpp-native16", "cpp-widened")}
+SERVED = [(path, dtype) for path, dtypes in DTYPES_OF.items() for dtype in dtypes]  # what each path is tested with
 SUFFIX = {"cpp": "", "triton": "_triton"}
 FUNCTIONS = {"linear": linear, "linear_gelu": linear_gelu, "linear_swiglu": linear_swiglu}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.linear_cases import ACTIVATED, CASES, KERNELS, PATHS, name, serving, with_gradients
+from tests.ops.linear_cases import ACTIVATED, CASES, KERNELS, PATHS, SERVED, name, serving, with_gradients
 from tests.oracle import offset_by_one, views
 
 by_case = pytest.mark.parametrize("case", CASES, ids=name)
@@ -16,7 +16,7 @@ def path(request):
 
 
 @by_case
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("path", "dtype"), [run for run in SERVED if run[0] != "reference"], indirect=["path"])
 def test_views_give_the_bits_of_contiguous_copies(case, dtype, path):
     """MB-23 for x, weight, bias and the upstream gradient."""
     x, w, b, dy = case.inputs(6, 10, 10, dtype)
