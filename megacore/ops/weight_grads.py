@@ -98,6 +98,8 @@ class WeightGrads:
         if base.stride() == main.stride():  # the same view of the buffer: weight.t() of a layer that stores [K, N], say
             shift = t.storage_offset() - base.storage_offset()
             return main.as_strided(t.shape, t.stride(), main.storage_offset() + shift)
+        if t.dim() != 2 or base.dim() != 2:
+            return None
         turned = (t.shape, t.stride(), t.storage_offset()) == (base.t().shape, base.t().stride(), base.storage_offset())
         return main.t() if turned else None
 

@@ -120,7 +120,7 @@ def test_views_of_a_parameter_reach_its_buffer(impl):
     torch.testing.assert_close(main_fused[7:14], dy.t() @ x)
     assert not main_fused[:7].any() and not main_fused[14:].any() and not mains[338:].any()
     assert conv.grad is None and fused.grad is None
-    odd = w.clone().t().requires_grad_()  # a parameter that is not contiguous, though its buffer is
+    odd = nn.Parameter(w.clone().t())  # a parameter that is not contiguous, though its buffer is
     main_odd = torch.zeros(10, 7)
     grads.into(odd, main_odd)
     with serving(impl):
