@@ -21,6 +21,6 @@ def test_dropout_served_by_triton():
     run_in_the_interpreter(ROOT / "tests" / "ops" / "test_dropout.py", select="triton")
 
 
-def test_the_linear_family_served_by_triton():
-    files = [*(ROOT / "tests" / "ops").glob("test_linear*.py"), ROOT / "tests" / "ops" / "test_weight_grads.py"]
-    run_in_the_interpreter(*files, select="triton")
+@pytest.mark.parametrize("what", ["linear", "linear_gradients", "linear_layouts", "weight_grads"])
+def test_the_linear_family_served_by_triton(what):
+    run_in_the_interpreter(ROOT / "tests" / "ops" / f"test_{what}.py", select="triton")
