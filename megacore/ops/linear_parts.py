@@ -1,7 +1,8 @@
 """The parts of the linear family as one implementation has them: forward, dpre, dbias, dgrad, wgrad and add_wgrad.
 
 C++ has an operator for each. Of Triton only forward and dpre are kernels of ours; its products in backward are torch's.
-"reference" is plain torch.
+"reference" is plain torch. Torch's products and sums order by layout: copies make a view give the bits of a contiguous
+tensor, as in C++.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ def dpre(op: str, impl: str, dy: Tensor, pre: Tensor | None, bias_grad: bool, fo
 def dbias(impl: str, dpre: Tensor) -> Tensor:
     if impl == "cpp":
         return torch.ops.megacore.linear_dbias(dpre)
-    return as_rows(dpre).sum(0, dtype=main_dtype(dpre.dtype)).to(dpre.dtype)
+    return as_rows(dpre).contiguous().sum(0, dtype=main_dtype(dpre.dtype)).to(dpre.dtype)
 
 
 def dgrad(impl: str, dpre: Tensor, weight: Tensor) -> Tensor:
     if impl == "cpp":
         return torch.ops.megacore.linear_dgrad(dpre, weight)
-    return (as_rows(dpre) @ weight).view(*dpre.shape[:-1], weight.shape[1])
+    return (as_rows(dpre).contiguous() @ weight.contiguous()).view(*dpre.shape[:-1], weight.shape[1])
 
 
 def wgrad(impl: str, dpre: Tensor, x: Tensor) -> Tensor:
     if impl == "cpp":
         return torch.ops.megacore.linear_wgrad(dpre, x)
-    return as_rows(dpre).t() @ as_rows(x)
+    return as_rows(dpre).contiguous().t() @ as_rows(x).contiguous()
 
 
 def add_wgrad(impl: str, dpre: Tensor, x: Tensor, main_grad: Tensor) -> None:

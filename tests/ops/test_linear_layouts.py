@@ -27,10 +27,7 @@ def test_views_give_the_bits_of_contiguous_copies(case, dtype, path):
         y = case(*leaves)
         found = [y, *torch.autograd.grad(y, leaves, dy_)]
         for which, got, want in zip(["y", "dx", "dw", "db"], found, whole, strict=True):
-            if path == "triton" and which in ("dx", "dw"):  # torch's own products, whose bits depend on the layout
-                torch.testing.assert_close(got, want)
-            else:
-                assert torch.equal(got, want), (what, which)
+            assert torch.equal(got, want), (what, which)
 
     for what, view in views(x).items():
         same(what, x_=view)
@@ -80,11 +77,8 @@ def test_transposed_batch_and_expanded_gradients(case, path):
     for dy in (torch.tensor(1.0).expand(3, 5, 7), row.expand(3, 5, 7), torch.randn(7, 5, 3).permute(2, 1, 0)):
         got = with_gradients(case, base.transpose(0, 1), w, b, dy)
         want = with_gradients(case, base.transpose(0, 1).contiguous(), w, b, dy.contiguous())
-        for which, (g, h) in enumerate(zip(got, want, strict=True)):
-            if path == "triton" and which in (1, 2):
-                torch.testing.assert_close(g, h)
-            else:
-                assert torch.equal(g, h)
+        for g, h in zip(got, want, strict=True):
+            assert torch.equal(g, h)
 
 
 @by_case
@@ -129,6 +123,8 @@ def test_row_counts_around_2_to_the_16(case, rows, path):
     parts = [case.raw_dpre(impl)(dy[s], pre[s], True, *case.form) for s in (slice(cut), slice(cut, None))]
     assert torch.equal(whole[0], torch.cat([p[0] for p in parts]))
     torch.testing.assert_close(whole[1], parts[0][1] + parts[1][1], rtol=1e-5, atol=1e-3)
+    if path == "triton":  # its forward walks tiles, however many rows: too many for the interpreter
+        return
     x = torch.randn(rows, 4)
     y = case(x, w, None)
     assert torch.equal(y, torch.cat([case(x[:cut], w, None), case(x[cut:], w, None)]))
