@@ -114,7 +114,7 @@ def test_rows_that_lie_2_to_the_30_apart(case, impl):
 @pytest.mark.parametrize("rows", [65535, 65536, 65537])
 def test_row_counts_around_2_to_the_16(case, rows, path):
     """MB-21 c."""
-    if path == "triton" and rows != 65537:
+    if path == "triton" and (rows, case.approximate) != (65537, "tanh"):
         pytest.skip("slow in the interpreter")
     impl, w = path.partition("-")[0], torch.eye(4 * case.halves, 4)
     dy, pre = torch.randn(rows, 4), torch.randn(rows, 4 * case.halves)
