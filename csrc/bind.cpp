@@ -1,6 +1,8 @@
 // Python sees operators through torch.ops.megacore (ops.cpp); only what is not an operator is bound here.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include "cpu/native.h"
 #include "cpu/simd.h"
 #ifdef MEGACORE_CUDA
 #include "cuda/ways.h"
@@ -11,7 +13,13 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_cpu_path", &megacore::set_cpu_path, pybind11::arg("name"),
         "For tests and benchmarks, process-wide: run on that instruction set ('': the best there is). False if this "
         "machine lacks it.");
-  m.def("set_portable", [](bool on) { megacore::set_cpu_path(on ? "portable" : ""); });
+  m.def(
+      "native_bf16", [] { return megacore::native(c10::kBFloat16); }, "Whether this CPU multiplies matrices in bf16.");
+  m.def("native_fp16", [] { return megacore::native(c10::kHalf); }, "Whether this CPU multiplies matrices in fp16.");
+  m.def(
+      "set_native_16bit", &megacore::set_native_16bit, pybind11::arg("on"),
+      "For tests and benchmarks: matrix products of bf16 and fp16 as on a CPU that has arithmetic of them (True), that "
+      "has not (False), or as this CPU is (None). Process-wide.");
 #ifdef MEGACORE_CUDA
   m.attr("built_with_cuda") = true;
   m.def("set_linear_mode", &megacore::cuda::set_linear_mode, pybind11::arg("name"),

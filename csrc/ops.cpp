@@ -15,6 +15,11 @@ TORCH_LIBRARY(megacore, m) {
   m.def("linear_wgrad_(Tensor dpre, Tensor x, Tensor(a!) main_grad) -> ()");
   m.def("linear_wgrad_dbias(Tensor dpre, Tensor x) -> (Tensor dw, Tensor dbias)");
   m.def("linear_dbias(Tensor dpre) -> Tensor");
+  m.def("linear_triton(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("linear_gelu_triton(Tensor x, Tensor weight, Tensor? bias, str approximate) -> (Tensor y, Tensor pre)");
+  m.def("linear_swiglu_triton(Tensor x, Tensor weight, Tensor? bias) -> (Tensor y, Tensor pre)");
+  m.def("linear_gelu_dpre_triton(Tensor dy, Tensor pre, bool bias_grad, str approximate) -> (Tensor dpre, Tensor dbias)");
+  m.def("linear_swiglu_dpre_triton(Tensor dy, Tensor pre, bool bias_grad) -> (Tensor dpre, Tensor dbias)");
   m.def("dropout(Tensor x, float p, SymInt key, Tensor sample, Tensor position, SymInt feature_start, SymInt features, SymInt group_start) -> Tensor");
   m.def("dropout_triton(Tensor x, float p, SymInt key, Tensor sample, Tensor position, SymInt feature_start, SymInt features, SymInt group_start) -> Tensor");
   m.def("cross_entropy(Tensor logits, Tensor target, SymInt vocab_start, SymInt vocab_size, str group, int ignore_index, float label_smoothing, float z_loss, bool inplace_backward, str impl) -> (Tensor loss, Tensor norm)");

@@ -34,6 +34,13 @@ Isa isa() {
 const char* cpu_path() {
   return kNames[int(now)];
 }
+bool prefers_onednn() {
+#if defined(__x86_64__)
+  return supported(Isa::avx512) && !__builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
 bool set_cpu_path(const char* name) {
   if (*name == 0) return now = best(), true;
   for (Isa isa : {Isa::portable, Isa::avx2, Isa::avx512})

@@ -16,6 +16,8 @@ Isa isa();                            // decided when the library is loaded
 const char* cpu_path();               // its name
 bool set_cpu_path(const char* name);  // tests and benchmarks; "": the best; false: not there
 
+bool prefers_onednn();  // AVX-512 on a CPU that is not Intel's: see library.h
+
 #if defined(__x86_64__)
 template <class Body, class... Args>
 __attribute__((target("avx2,fma,f16c"), noinline)) void run_avx2(Args... args) {

@@ -19,11 +19,22 @@ from torch import Tensor
 
 IMPLEMENTATIONS = ("cpp", "triton", "reference")
 
+_LINEAR: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("cpp", "reference", "triton"),
+    "cuda": ("cpp", "triton", "reference"),  # "cpp" where megacore._C was built with CUDA
+}
 SERVED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "linear_gelu": {"cpu": ("cpp", "reference"), "cuda": ("reference",)},
+    "linear": _LINEAR,
+    "linear_gelu": _LINEAR,
+    "linear_swiglu": _LINEAR,
     "cross_entropy": {"cpu": ("cpp", "reference", "triton"), "cuda": ("triton", "reference")},
     "dropout": {"cpu": ("cpp", "reference", "triton"), "cuda": ("triton", "reference")},
     "linear_cross_entropy": {"cpu": ("cpp", "reference", "triton"), "cuda": ("triton", "reference")},
+}
+
+_HINTS: Mapping[tuple[str, str], str] = {
+    ("triton", "cpu"): "; the interpreter needs TRITON_INTERPRET=1",
+    ("cpp", "cuda"): "; it needs megacore._C built with CUDA, by `make cuda-build`",
 }
 
 _CHOSEN: ContextVar[Mapping[tuple[str, str], str]] = ContextVar("megacore.ops.chosen")
@@ -32,9 +43,10 @@ _CHOSEN: ContextVar[Mapping[tuple[str, str], str]] = ContextVar("megacore.ops.ch
 def implementations(op: str, device: str = "cpu") -> list[str]:
     """The implementations of `op` that can run here on `device`, the default first.
 
-    Triton serves the CPU through its interpreter only, that is when TRITON_INTERPRET=1 was set before it was imported.
+    Triton serves the CPU through its interpreter only, that is when TRITON_INTERPRET=1 was set before it was imported;
+    C++ serves a GPU only if megacore._C was built with CUDA.
     """
-    return [impl for impl in _served(op, device) if not (impl == "triton" and device == "cpu") or _interpreting()]
+    return [impl for impl in _served(op, device) if _runs(impl, op, device)]
 
 
 @contextmanager
@@ -44,7 +56,7 @@ def use(impl: str, op: str, device: str = "cpu") -> Iterator[None]:
     able = [name for name in ops if impl in implementations(name, device)]
     if not able or (op != "*" and able != ops):
         served = {name: implementations(name, device) for name in ops}
-        hint = "; the interpreter needs TRITON_INTERPRET=1" if (impl, device) == ("triton", "cpu") else ""
+        hint = _HINTS.get((impl, device), "")
         raise ValueError(f"impl={impl!r} does not serve op={op!r} on device={device!r}; choose from {served}{hint}")
     token = _CHOSEN.set({**_CHOSEN.get({}), **{(name, device): impl for name in able}})
     try:
@@ -63,7 +75,7 @@ def chosen(op: str, device: torch.device) -> str:
 
 @torch.compiler.assume_constant_result  # Dynamo cannot trace a ContextVar
 def _choice(op: str, device: str) -> str:
-    return _CHOSEN.get({}).get((op, device)) or _served(op, device)[0]
+    return _CHOSEN.get({}).get((op, device)) or next(i for i in _served(op, device) if _runs(i, op, device))
 
 
 def check_devices(op: str, x: Tensor, **others: Tensor | None) -> None:
@@ -88,6 +100,14 @@ def _served(op: str, device: str) -> tuple[str, ...]:
     if device not in SERVED[op]:
         raise ValueError(f"op={op!r} is not served on device={device!r}; choose one of {sorted(SERVED[op])}")
     return SERVED[op][device]
+
+
+def _runs(impl: str, op: str, device: str) -> bool:
+    if (impl, device) == ("triton", "cpu"):
+        return _interpreting()
+    if (impl, device) == ("cpp", "cuda"):
+        return torch._C._dispatch_has_kernel_for_dispatch_key(f"megacore::{op}", "CUDA")
+    return True
 
 
 def _interpreting() -> bool:

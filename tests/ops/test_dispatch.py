@@ -20,6 +20,26 @@ def test_defaults():
     assert all("reference" in implementations(op, device) for op in SERVED for device in ("cpu", "cuda"))
 
 
+def test_cpp_serves_a_gpu_only_if_it_was_built_for_one(monkeypatch):
+    gpu = torch.device("cuda")
+    for built, first in ((True, "cpp"), (False, "triton")):
+        monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda op, key, built=built: built)
+        for op in ("linear", "linear_gelu", "linear_swiglu"):
+            assert implementations(op, "cuda")[0] == chosen(op, gpu) == first
+            assert ("cpp" in implementations(op, "cuda")) is built
+            with use("reference", op, device="cuda"):
+                assert chosen(op, gpu) == "reference"
+    with pytest.raises(ValueError, match="impl='cpp'.*built with CUDA.*make cuda-build"), use("cpp", "linear", "cuda"):
+        pass
+
+
+def test_what_the_dispatcher_is_asked():
+    """Its private function, by the names that csrc registers."""
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("megacore::linear_gelu", "CPU")
+    if torch.version.cuda is None:
+        assert "cpp" not in implementations("linear_gelu", "cuda")
+
+
 def test_use_nests_and_ends():
     with use("reference", "*"):
         assert [chosen(op, CPU) for op in SERVED] == ["reference"] * len(SERVED)
@@ -56,7 +76,8 @@ def test_what_cannot_serve_is_refused(arguments, words):
 def test_triton_serves_the_cpu_only_through_its_interpreter(interpret, monkeypatch):
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
-    assert ("triton" in implementations("cross_entropy", "cpu")) is interpret
+    for op in SERVED:
+        assert ("triton" in implementations(op, "cpu")) is interpret
     assert implementations("cross_entropy", "cuda")[0] == "triton"
 
 

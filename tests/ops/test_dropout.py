@@ -13,18 +13,19 @@ from tests.oracle import DTYPES, offset_by_one, views
 
 KEY = 0xFEDCBA9876543210
 IMPLS = implementations("dropout", "cpu")  # "triton" too in the interpreter: tests/triton_kernels
-PATHS = [impl for impl in [*IMPLS, "cpp-portable"] if impl != "reference"]  # what is held against the reference
+PATHS = [impl for impl in [*IMPLS, "cpp-avx2", "cpp-portable"] if impl != "reference"]  # what is held against the reference
 OPERATORS = {"cpp": torch.ops.megacore.dropout, "triton": torch.ops.megacore.dropout_triton}
 
 
 @pytest.fixture
 def serving(request):
     """The implementation, named as in PATHS, serves dropout during the test."""
-    name = request.param.removesuffix("-portable")
-    _C.set_portable(name != request.param)
+    name, _, isa = request.param.partition("-")
+    if not _C.set_cpu_path(isa):
+        pytest.skip(f"this machine has no {isa}")
     with use(name, "dropout"):
         yield name
-    _C.set_portable(False)
+    _C.set_cpu_path("")
 
 
 def where(b, s, sample=3, position=5):

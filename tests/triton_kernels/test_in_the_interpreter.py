@@ -19,3 +19,8 @@ def test_the_kernels():
 
 def test_dropout_served_by_triton():
     run_in_the_interpreter(ROOT / "tests" / "ops" / "test_dropout.py", select="triton")
+
+
+@pytest.mark.parametrize("what", ["linear", "linear_gradients", "linear_layouts", "weight_grads"])
+def test_the_linear_family_served_by_triton(what):
+    run_in_the_interpreter(ROOT / "tests" / "ops" / f"test_{what}.py", select="triton")
