@@ -3,15 +3,17 @@
 //
 // The pass moves 3 elements (read and write pre, write y). Where 16 bits are not native (native.h) the GEMM leaves fp32
 // panels, and the pass reads those from the cache and rounds: the bias is added before the one rounding.
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include <tuple>
 
 #include "cpu/fresh.h"
 #include "cpu/gemm.h"
-#include "cpu/library.h"
 #include "cpu/linear.h"
 #include "cpu/native.h"
+#include "cpu/product.h"
 #include "cpu/silu.h"
 
 namespace megacore {
@@ -102,8 +104,33 @@ void check(const char* op, const at::Tensor& x, const at::Tensor& weight, const 
 }
 
 // The library orders its sums by layout and leading dimension: copies make a view give the bits of a contiguous tensor.
-at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const Bias& bias) {
-  return multiply_abt(x.contiguous(), weight.contiguous(), bias);
+at::Tensor by_library(const at::Tensor& x, const at::Tensor& weight, const Bias& bias) {
+  const at::Tensor x2 = x.contiguous(), wt = weight.contiguous().t();
+  return bias ? at::addmm(*bias, x2, wt) : at::mm(x2, wt);
+}
+
+// y, pre by our own product: the pass follows it block by block, while a block is near in the cache.
+template <class Act>
+Pair by_ours(const at::Tensor& x, const at::Tensor& weight, const Bias& bias) {
+  const int64_t rows = x.size(0), n = weight.size(0), f = n / Act::halves;
+  const at::Tensor pre = fresh({rows, n}, x.options());
+  const at::Tensor y = std::is_same_v<Act, Identity> ? pre : fresh({rows, f}, x.options());
+  const at::Tensor b = bias ? bias->contiguous() : at::Tensor();
+  float* p = data<float>(pre);
+  const auto finish = [&](int64_t r, int64_t c, int64_t h, int64_t w) {
+    const float* from = bias ? data<float>(b) + c : nullptr;
+    pass<Act>(
+        Tile<float, float>{p + r * n + c, n, f, p + r * n + c, n, f, data<float>(y) + r * f + c, f, from, f, 0, 0}, h,
+        w);
+  };
+  const bool nothing = std::is_same_v<Act, Identity> && !bias;
+  if (Act::halves == 1 && !nothing) {
+    multiply(x, weight.t(), pre, false, finish);
+  } else {  // both halves of a column are there only at the end
+    multiply(x, weight.t(), pre);
+    if (!nothing) finish(0, 0, rows, f);
+  }
+  return {y, pre};
 }
 
 // pre [rows, halves * F] and, but for Identity, y [rows, F].
@@ -135,10 +162,12 @@ Pair activated(const char* op, const at::Tensor& x_, const at::Tensor& weight, c
   at::Tensor y, pre;
   if (!native(x.scalar_type())) {
     std::tie(y, pre) = widened<Act>(op, x, weight, bias);
+  } else if (is_ours(x.scalar_type(), x.size(0), n, x.size(1))) {
+    std::tie(y, pre) = by_ours<Act>(x, weight, bias);
   } else {
     // In 16 bits the bias enters inside the GEMM, before the one rounding of the pre-activation.
-    const bool bias_in_pass = bias && x.element_size() >= 4 && !by_onednn(x, n);
-    pre = product(x, weight, bias_in_pass ? std::nullopt : bias);
+    const bool bias_in_pass = bias && x.element_size() >= 4;
+    pre = by_library(x, weight, bias_in_pass ? std::nullopt : bias);
     check_same(op, "pre", pre, "x", x);  // what follows reads and writes pre as x's type
     y = fresh({x.size(0), f}, x.options());
     const at::Tensor b = bias_in_pass ? bias->contiguous() : at::Tensor();
@@ -156,8 +185,13 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const Bias& bia
   check("linear", x, weight, bias);
   const Inside guard;
   const at::Tensor rows = as_rows(x);
-  const at::Tensor y = native(x.scalar_type()) ? product(rows, weight, bias)
-                                               : std::get<0>(widened<Identity>("linear", rows, weight, bias));
+  at::Tensor y;
+  if (!native(x.scalar_type()))
+    y = std::get<0>(widened<Identity>("linear", rows, weight, bias));
+  else if (is_ours(x.scalar_type(), rows.size(0), weight.size(0), rows.size(1)))
+    y = std::get<0>(by_ours<Identity>(rows, weight, bias));
+  else
+    y = by_library(rows, weight, bias);
   return with_leading(y, x);
 }
 

@@ -9,9 +9,9 @@
 
 #include "cpu/fresh.h"
 #include "cpu/gemm.h"
-#include "cpu/library.h"
 #include "cpu/linear.h"
 #include "cpu/native.h"
+#include "cpu/product.h"
 #include "cpu/silu.h"
 
 namespace megacore {
@@ -166,8 +166,7 @@ at::Tensor linear_dgrad(const at::Tensor& dpre, const at::Tensor& weight) {  // 
   MEGACORE_CHECK(weight.dim() == 2 && weight.size(0) == dpre.size(-1), op, "weight", describe(weight),
                  "[" << dpre.size(-1) << ", K], rows as the last size of dpre");
   const at::Tensor rows = as_rows(dpre);
-  // copies, as in forward: a view gives the bits of a contiguous tensor
-  if (native(dpre.scalar_type())) return with_leading(multiply_ab(rows.contiguous(), weight.contiguous()), dpre);
+  if (native(dpre.scalar_type())) return with_leading(product(rows, false, weight, false), dpre);
   const at::Tensor dx = fresh({rows.size(0), weight.size(1)}, dpre.options());
   widened_ab(rows, weight, [&](const at::Tensor& c, int64_t row, int64_t col) {
     dx.narrow(0, row, c.size(0)).narrow(1, col, c.size(1)).copy_(c);
@@ -187,7 +186,7 @@ Pair checked_rows(const char* op, const at::Tensor& dpre, const at::Tensor& x) {
 at::Tensor linear_wgrad(const at::Tensor& dpre, const at::Tensor& x) {  // [..., N], [..., K] -> [N, K]
   const Inside guard;
   const auto [a, b] = checked_rows("linear_wgrad", dpre, x);
-  if (native(x.scalar_type())) return at::mm(a.contiguous().t(), b.contiguous());
+  if (native(x.scalar_type())) return product(a.t(), true, b, false);
   const int64_t n = a.size(1), k = b.size(1);
   const at::Tensor dweight = fresh({n, k}, x.options());
   const int64_t panel = std::min(std::clamp<int64_t>((4 << 20) / std::max<int64_t>(k, 1), 64, 4096), n);
@@ -223,6 +222,8 @@ void linear_wgrad_into(const at::Tensor& dpre, const at::Tensor& x, at::Tensor m
                  "main_grad", describe(main_grad), "[" << a.size(1) << ", " << b.size(1) << "], N of dpre and K of x");
   if (x.element_size() == 2)
     add_widened_atb(main_grad, a, b);
+  else if (main_grad.stride(1) == 1 && is_ours(x.scalar_type(), a.size(1), b.size(1), a.size(0)))
+    multiply(a.t(), b, main_grad, true);
   else
     at::addmm_out(main_grad, main_grad, a.contiguous().t(), b.contiguous());
 }

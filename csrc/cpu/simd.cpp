@@ -34,9 +34,9 @@ Isa isa() {
 const char* cpu_path() {
   return kNames[int(now)];
 }
-bool prefers_onednn() {
+bool multiplies_faster() {
 #if defined(__x86_64__)
-  return supported(Isa::avx512) && !__builtin_cpu_is("intel");
+  return now == Isa::avx512 && !__builtin_cpu_is("intel");
 #else
   return false;
 #endif

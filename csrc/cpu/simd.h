@@ -16,7 +16,7 @@ Isa isa();                            // decided when the library is loaded
 const char* cpu_path();               // its name
 bool set_cpu_path(const char* name);  // tests and benchmarks; "": the best; false: not there
 
-bool prefers_onednn();  // AVX-512 on a CPU that is not Intel's: see library.h
+bool multiplies_faster();  // than the library, see product.h
 
 #if defined(__x86_64__)
 template <class Body, class... Args>
