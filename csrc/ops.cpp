@@ -15,6 +15,7 @@ TORCH_LIBRARY(megacore, m) {
   m.def("linear_wgrad_(Tensor dpre, Tensor x, Tensor(a!) main_grad) -> ()");
   m.def("linear_wgrad_dbias(Tensor dpre, Tensor x) -> (Tensor dw, Tensor dbias)");
   m.def("linear_dbias(Tensor dpre) -> Tensor");
+  m.def("matmul_into(Tensor a, Tensor b, Tensor(a!) out, bool add) -> ()");
   m.def("linear_triton(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("linear_gelu_triton(Tensor x, Tensor weight, Tensor? bias, str approximate) -> (Tensor y, Tensor pre)");
   m.def("linear_swiglu_triton(Tensor x, Tensor weight, Tensor? bias) -> (Tensor y, Tensor pre)");

@@ -228,6 +228,35 @@ void linear_wgrad_into(const at::Tensor& dpre, const at::Tensor& x, at::Tensor m
     at::addmm_out(main_grad, main_grad, a.contiguous().t(), b.contiguous());
 }
 
+// out (+)= a b, any strides of a and b; 16-bit operands may be summed into an fp32 out, of which nothing is rounded.
+void matmul_into(const at::Tensor& a, const at::Tensor& b, at::Tensor out, bool add) {
+  constexpr const char* op = "matmul_into";
+  const Inside guard;
+  check_floating(op, "a", a);
+  check_same(op, "b", b, "a", a);
+  MEGACORE_CHECK(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0), op, "b", describe(b),
+                 "[K, N] with the K of a " << a.sizes());
+  MEGACORE_CHECK(out.dim() == 2 && out.size(0) == a.size(0) && out.size(1) == b.size(1), op, "out", describe(out),
+                 "[" << a.size(0) << ", " << b.size(1) << "]");
+  const bool wider = a.element_size() == 2 && out.scalar_type() == at::kFloat;
+  MEGACORE_CHECK(wider || out.scalar_type() == a.scalar_type(), op, "out", describe(out),
+                 "dtype " << a.scalar_type() << " as a, or Float");
+  if (!wider && native(a.scalar_type())) {
+    if (out.stride(1) == 1 && is_ours(a.scalar_type(), a.size(0), b.size(1), a.size(1)))
+      return multiply(a, b, out, add);
+    add ? at::addmm_out(out, out, a, b) : at::mm_out(out, a, b);
+    return;
+  }
+  if (wider) {
+    if (!add) out.zero_();
+    return add_widened_atb(out, a.t(), b);
+  }
+  MEGACORE_CHECK(!add, op, "add", "true", "false, or an fp32 out: sums are not rounded to 16 bits");
+  widened_ab(a, b, [&](const at::Tensor& c, int64_t row, int64_t col) {
+    out.narrow(0, row, c.size(0)).narrow(1, col, c.size(1)).copy_(c);
+  });
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(megacore, CPU, m) {
@@ -237,6 +266,7 @@ TORCH_LIBRARY_IMPL(megacore, CPU, m) {
   m.impl("linear_dgrad", linear_dgrad);
   m.impl("linear_wgrad", linear_wgrad);
   m.impl("linear_wgrad_", linear_wgrad_into);
+  m.impl("matmul_into", matmul_into);
   m.impl("linear_wgrad_dbias", linear_wgrad_dbias);
   m.impl("linear_gelu_dgrad", linear_gelu_dgrad);
 }

@@ -165,21 +165,16 @@ class _Gradients:
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
         if self.dx is not None:
-            torch.mm(dlogits, self.weight, out=self.dx[rows])
+            torch.ops.megacore.matmul_into(dlogits, self.weight, self.dx[rows], False)
         if self.dweight is not None:
-            _add_product(self.dweight[: self.true], dlogits, self.x[rows], first=rows.start == 0)
+            first = rows.start == 0  # it writes, which saves a pass of zeros
+            torch.ops.megacore.matmul_into(dlogits.t(), self.x[rows], self.dweight[: self.true], not first)
         if self.dbias is not None:
             self.dbias[: self.true] += dlogits.sum(0, dtype=self.dbias.dtype)
 
     def finished(self) -> tuple[Tensor, Tensor, Tensor]:
         made = (self.dx, self.dweight, self.dbias)
         return tuple(self.x.new_empty(0) if t is None else t.to(self.x.dtype) for t in made)
-
-
-def _add_product(total: Tensor, dlogits: Tensor, x: Tensor, first: bool) -> None:
-    """total (+)= dlogits^T x, in the dtype of `total`; the first one writes, which saves a pass of zeros."""
-    a, b = dlogits.to(total.dtype).t(), x.to(total.dtype)
-    torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
 
 
 def _operands(x: Tensor, weight: Tensor, bias: Tensor | None, start: int, size: int) -> tuple[Tensor, ...]:
@@ -203,9 +198,11 @@ def _chunks(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Itera
         logits = held[: rows.stop - start]
         for at in (slice(b, b + block) for b in range(0, width, block)):
             if bias is None:
-                torch.mm(x[rows], weight[at].t(), out=logits[:, at])
-            else:
-                torch.addmm(bias[at], x[rows], weight[at].t(), out=logits[:, at])
+                torch.ops.megacore.matmul_into(x[rows], weight[at].t(), logits[:, at], False)
+            elif x.is_cuda:
+                torch.addmm(bias, x[rows], weight.t(), out=logits)
+            else:  # rounded once, with the bias
+                logits[:, at] = torch.ops.megacore.linear(x[rows], weight[at], bias[at])
         yield rows, logits
 
 

@@ -78,6 +78,21 @@ def _(dpre: Tensor, x: Tensor, main_grad: Tensor) -> None:
     return None
 
 
+@torch.library.register_fake("megacore::matmul_into")
+def _(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    return None
+
+
+@torch.library.impl("megacore::matmul_into", "cuda")
+def _(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    if out.dtype != a.dtype:  # 16-bit operands, fp32 sum
+        torch.ops.aten.addmm.dtype_out(out if add else out.zero_(), a, b, out.dtype, out=out)
+    elif add:
+        torch.addmm(out, a, b, out=out)
+    else:
+        torch.mm(a, b, out=out)
+
+
 def _gradient(op: str, impl: str) -> None:
     def save(ctx, inputs: tuple, output: Tensor | tuple[Tensor, Tensor]) -> None:
         x, weight, _, *ctx.form = inputs
