@@ -1,10 +1,20 @@
 # Each target does its own set-up, and only what is missing. `make train` and `make test` are the two to try first.
 #
+#   make build        the extension megacore._C, in the checkout (the default)
+#   make train        a GPT on real text, NPROC=8 processes
+#   make test         every test
+#   make lint         ruff and clang-format: does it hold?       make format   make it hold
+#   make kernels      every kernel compiled for sm_80, sm_90 and arm64; fails on spills
+#   make cuda-build   the extension with CUDA, in an environment and a folder of its own; no GPU needed
+#   make bench        ours against rivals and limits; ARGS="bounds" judges what must hold
+#   make bench-docs   bench/results/*.json -> docs/benchmarks.md and its figures
+#   make clean        removes what was built
+#
 #   make VENV=/path/to/venv ...       use that environment; a torch in it stays as it is
 #   make PYTHON=python3.12 ...        make the environment with that Python
 #   make build PYTHON=python3 VENV=   no environment, nothing installed: build with what that Python has (no network needed)
 #   make test ARGS="-k mesh"          ARGS goes to the program behind a target
-#   make cuda-build CUDA_VENV=path    the extension with CUDA, in an environment and a folder of its own; no GPU needed
+#   make cuda-build CUDA_VENV=path    the environment with torch's CUDA build (default .venv-cuda)
 
 VENV ?= .venv
 CUDA_VENV ?= .venv-cuda

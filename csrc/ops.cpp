@@ -1,5 +1,8 @@
-// Every operator of megacore, one line each. Kernels: cpu/<operator>.cpp.
-// Formula, fake and gradient: megacore/ops/<operator>.py.
+// Every operator of megacore, one line each. Formula, fake and gradient: megacore/ops/<operator>.py.
+//
+// Kernels of linear, linear_gelu, linear_swiglu and their parts: cpu/linear.cpp, cpu/linear_backward.cpp; where built
+// with CUDA, cuda/register.cpp. Of dropout and cross_entropy_*: cpu/dropout.cpp, cpu/cross_entropy.cpp. Of *_triton:
+// triton_kernels/, called from megacore/ops. cross_entropy and linear_cross_entropy are made of these, in megacore/ops.
 #include <torch/library.h>
 
 // clang-format off: a schema is one line

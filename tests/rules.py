@@ -85,7 +85,12 @@ def committed() -> list[File]:
     folders = ("megacore", "triton_kernels", "csrc", "tests", "bench", "tools", "configs", "docs", ".ci")
     paths = [p for folder in folders for p in sorted((ROOT / folder).rglob("*"))] + sorted(ROOT.iterdir())
     kept = [
-        p for p in paths if p.is_file() and "__pycache__" not in p.parts and p.suffix not in (".so", ".png", ".pyc")
+        p
+        for p in paths
+        if p.is_file()
+        and "__pycache__" not in p.parts
+        and p.suffix not in (".so", ".png", ".pyc")
+        and p.name != ".git"  # of a worktree: a file that names a folder of this machine
     ]
     return [File(p.relative_to(ROOT).as_posix(), p.read_text(errors="replace")) for p in kept]
 
