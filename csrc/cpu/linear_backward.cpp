@@ -228,6 +228,8 @@ void linear_wgrad_into(const at::Tensor& dpre, const at::Tensor& x, at::Tensor m
     at::addmm_out(main_grad, main_grad, a.contiguous().t(), b.contiguous());
 }
 
+constexpr int64_t kBlock = 1024;
+
 // out (+)= a b, any strides of a and b; 16-bit operands may be summed into an fp32 out, of which nothing is rounded.
 void matmul_into(const at::Tensor& a, const at::Tensor& b, at::Tensor out, bool add) {
   constexpr const char* op = "matmul_into";
@@ -244,7 +246,12 @@ void matmul_into(const at::Tensor& a, const at::Tensor& b, at::Tensor out, bool 
   if (!wider && native(a.scalar_type())) {
     if (out.stride(1) == 1 && is_ours(a.scalar_type(), a.size(0), b.size(1), a.size(1)))
       return multiply(a, b, out, add);
-    add ? at::addmm_out(out, out, a, b) : at::mm_out(out, a, b);
+    // In blocks of columns: for 50304 of them at once MKL packs 6 MB, 11 MB on two threads, not 2 and 4.
+    for (int64_t c = 0; c < b.size(1); c += kBlock) {
+      const int64_t w = std::min(kBlock, b.size(1) - c);
+      at::Tensor to = out.narrow(1, c, w);
+      add ? at::addmm_out(to, to, a, b.narrow(1, c, w)) : at::mm_out(to, a, b.narrow(1, c, w));
+    }
     return;
   }
   if (wider) {

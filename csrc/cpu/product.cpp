@@ -1,8 +1,9 @@
 #include "cpu/product.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+
+#include <memory>
 
 #include "cpu/fresh.h"
 #include "cpu/tile.h"
@@ -11,11 +12,12 @@ namespace megacore {
 namespace {
 
 using Tile = TileOf<16>;
-constexpr int64_t kDepth = 768;              // of K packed at a time: 43 KB of a, 98 KB of b a panel, in L2
-constexpr int64_t kHeight = 8 * Tile::rows;  // rows of a packed at a time: 344 KB, in L2
-constexpr int64_t kWidth = 32 * Tile::cols;  // columns of b packed at a time: 3 MB, in L3
-constexpr int64_t kNarrow = 8 * Tile::cols;  // the same where few rows would read them
-constexpr int64_t kSmall = 2 << 20;          // multiply-adds below which packing costs more than it gains
+constexpr int64_t kDepth = 768;               // of K packed at a time: 25 KB of a, 147 KB of b a panel, in L2
+constexpr int64_t kHeight = 14 * Tile::rows;  // rows of a packed at a time: 344 KB, in L2
+constexpr int64_t kWidth = 21 * Tile::cols;   // columns of b packed at a time: 3 MB, in L3
+constexpr int64_t kNarrow = 5 * Tile::cols;   // the same where few rows would read them
+constexpr int64_t kLine = 16;                 // floats of a cache line
+constexpr int64_t kSmall = 8 << 20;           // multiply-adds below which packing costs more than it gains
 
 struct View {
   const float* data;
@@ -30,13 +32,13 @@ View view(const at::Tensor& t) {
 struct PackA {
   MEGACORE_INLINE static void run(View a, int64_t m, int64_t k, float* to) {
     for (int64_t r = 0; r < m; r += Tile::rows, to += k * Tile::rows)
-      Tile::pack_a(a.at(r, 0).data, a.row, a.col, std::min(Tile::rows, m - r), k, to);
+      Tile::pack<Tile::rows>(a.at(r, 0).data, a.row, a.col, std::min(Tile::rows, m - r), k, to);
   }
 };
 struct PackB {
   MEGACORE_INLINE static void run(View b, int64_t n, int64_t k, float* to) {
     for (int64_t c = 0; c < n; c += Tile::cols, to += k * Tile::cols)
-      Tile::pack_b(b.at(0, c).data, b.row, b.col, std::min(Tile::cols, n - c), k, to);
+      Tile::pack<Tile::cols>(b.at(0, c).data, b.col, b.row, std::min(Tile::cols, n - c), k, to);
   }
 };
 struct Block {
@@ -53,6 +55,19 @@ int64_t up(int64_t value, int64_t unit) {
   return (value + unit - 1) / unit * unit;
 }
 
+// Room for `count` floats, this thread's until its next call. Kept: malloc would give each call other pages.
+float* scratch(int64_t count) {
+  thread_local std::unique_ptr<float[]> room;
+  thread_local int64_t held = 0;
+  if (held < count) {
+    room.reset();  // before the new one
+    room.reset(new float[count + kLine]);
+    held = count;
+  }
+  const uintptr_t at = reinterpret_cast<uintptr_t>(room.get()), line = kLine * sizeof(float);
+  return reinterpret_cast<float*>((at + line - 1) / line * line);  // vectors that cross cache lines load twice
+}
+
 struct Problem {
   View a, b;
   float* c;
@@ -64,8 +79,7 @@ struct Problem {
 void part(const Problem& whole, int64_t row, int64_t col, int64_t m, int64_t n, Done done) {
   const int64_t blocks = (whole.k + kDepth - 1) / kDepth, depth = up((whole.k + blocks - 1) / blocks, 8);  // even ones
   const int64_t height = std::min(kHeight, up(m, Tile::rows)), width = std::min(m > 4 * kHeight ? kWidth : kNarrow, n);
-  const at::Tensor packed = at::empty({depth * (height + up(width, Tile::cols))}, at::kFloat);
-  float *pa = packed.mutable_data_ptr<float>(), *pb = pa + depth * height;
+  float *pa = scratch(depth * (height + up(width, Tile::cols))), *pb = pa + depth * height;
   for (int64_t j = 0; j < n; j += width)
     for (int64_t p = 0; p < whole.k; p += depth) {
       const int64_t w = std::min(width, n - j), d = std::min(depth, whole.k - p);

@@ -12,53 +12,83 @@ template <int W>
 struct TileOf {
   typedef float Vector __attribute__((vector_size(W * 4)));
   typedef float Loose __attribute__((vector_size(W * 4), aligned(4), may_alias));
-  static constexpr int64_t rows = W == 16 ? 14 : 6, cols = 2 * W;  // 28 (12) sums, 2 of b, 1 of a: 31 of 32 (15 of 16)
+  static constexpr int wide = 3;  // vectors
+  static constexpr int64_t rows = W == 16 ? 8 : 4,
+                           cols = wide * W;  // 24 (12) sums, 3 of b, 1 of a, of 32 (16) registers
 
-  // panel[p][r] = a[r * row + p * col], zeros below `m`
-  MEGACORE_INLINE static void pack_a(const float* a, int64_t row, int64_t col, int64_t m, int64_t k, float* panel) {
-    for (int64_t p = 0; p < k; ++p)
-      for (int64_t r = 0; r < rows; ++r) panel[p * rows + r] = r < m ? a[r * row + p * col] : 0.f;
-  }
-
-  // panel[p][c] = b[p * row + c * col], zeros beyond `n`
-  MEGACORE_INLINE static void pack_b(const float* b, int64_t row, int64_t col, int64_t n, int64_t k, float* panel) {
-    if (n == cols && col == 1) {
+  // panel[p][i] = from[i * across + p * along] for i < n, zeros for n <= i < Width.
+  template <int64_t Width>
+  MEGACORE_INLINE static void pack(const float* from, int64_t across, int64_t along, int64_t n, int64_t k,
+                                   float* panel) {
+    if (n == Width && across == 1) {
       for (int64_t p = 0; p < k; ++p)
-        for (int64_t c = 0; c < cols; ++c) panel[p * cols + c] = b[p * row + c];
+        for (int64_t i = 0; i < Width; ++i) panel[p * Width + i] = from[i + p * along];
+    } else if (n == Width && along == 1) {
+      constexpr int64_t fours = Width / 4 * 4;
+      for (int64_t i = 0; i < fours; i += 4) transpose(from + i * across, across, k, panel + i, Width);
+      for (int64_t i = fours; i < Width; ++i)
+        for (int64_t p = 0; p < k; ++p) panel[p * Width + i] = from[i * across + p];
     } else {
       for (int64_t p = 0; p < k; ++p)
-        for (int64_t c = 0; c < cols; ++c) panel[p * cols + c] = c < n ? b[p * row + c * col] : 0.f;
+        for (int64_t i = 0; i < Width; ++i) panel[p * Width + i] = i < n ? from[i * across + p * along] : 0.f;
     }
+  }
+
+  // to[p * width + i] = from[i * stride + p], i < 4: in squares of four, with vectors of four on every machine.
+  MEGACORE_INLINE static void transpose(const float* from, int64_t stride, int64_t k, float* to, int64_t width) {
+    typedef float Four __attribute__((vector_size(16)));
+    typedef float Near __attribute__((vector_size(16), aligned(4), may_alias));
+    typedef int32_t Order __attribute__((vector_size(16)));
+    int64_t p = 0;
+    for (; p + 4 <= k; p += 4) {
+      const Four a = *(const Near*)(from + p), b = *(const Near*)(from + stride + p),
+                 c = *(const Near*)(from + 2 * stride + p), d = *(const Near*)(from + 3 * stride + p);
+      const Four ab = __builtin_shuffle(a, b, Order{0, 4, 1, 5}), cd = __builtin_shuffle(c, d, Order{0, 4, 1, 5});
+      const Four ab2 = __builtin_shuffle(a, b, Order{2, 6, 3, 7}), cd2 = __builtin_shuffle(c, d, Order{2, 6, 3, 7});
+      *(Near*)(to + p * width) = __builtin_shuffle(ab, cd, Order{0, 1, 4, 5});
+      *(Near*)(to + (p + 1) * width) = __builtin_shuffle(ab, cd, Order{2, 3, 6, 7});
+      *(Near*)(to + (p + 2) * width) = __builtin_shuffle(ab2, cd2, Order{0, 1, 4, 5});
+      *(Near*)(to + (p + 3) * width) = __builtin_shuffle(ab2, cd2, Order{2, 3, 6, 7});
+    }
+    for (; p < k; ++p)
+      for (int64_t i = 0; i < 4; ++i) to[p * width + i] = from[i * stride + p];
   }
 
   // c [m, n] (+)= a b of two panels, in chains; m <= rows, n <= cols.
   MEGACORE_INLINE static void multiply(const float* __restrict a, const float* __restrict b, int64_t k, float* c,
                                        int64_t stride, int64_t m, int64_t n, bool add) {
-    Vector total[rows][2];
+    for (int64_t r = 0; r < m; ++r)  // what is added to, or written over, arrives meanwhile
+      for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(c + r * stride + i, 1);
+    Vector total[rows][wide];
     for (int64_t at = 0; at < k; at += kChain) {
-      Vector sum[rows][2];
+      Vector sum[rows][wide];
 #pragma GCC unroll 16
-      for (int r = 0; r < rows; ++r) sum[r][0] = sum[r][1] = Vector{};
+      for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+        for (int h = 0; h < wide; ++h) sum[r][h] = Vector{};
       for (int64_t p = std::min(kChain, k - at); p > 0; --p) {
-        const Vector left = *(const Loose*)b, right = *(const Loose*)(b + W);
+        const Vector b0 = *(const Loose*)b, b1 = *(const Loose*)(b + W), b2 = *(const Loose*)(b + 2 * W);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
           const Vector v = a[r] - Vector{};
-          sum[r][0] += v * left;
-          sum[r][1] += v * right;
+          sum[r][0] += v * b0;
+          sum[r][1] += v * b1;
+          sum[r][2] += v * b2;
         }
         a += rows;
         b += cols;
       }
 #pragma GCC unroll 16
       for (int r = 0; r < rows; ++r)
-        for (int h = 0; h < 2; ++h) total[r][h] = at == 0 ? sum[r][h] : total[r][h] + sum[r][h];
+#pragma GCC unroll 4
+        for (int h = 0; h < wide; ++h) total[r][h] = at == 0 ? sum[r][h] : total[r][h] + sum[r][h];
       asm volatile("" : "+m"(total));  // in memory between chains, or the sums would not fit in the registers
     }
     if (m == rows && n == cols) {
 #pragma GCC unroll 16
       for (int r = 0; r < rows; ++r)
-        for (int h = 0; h < 2; ++h) {
+#pragma GCC unroll 4
+        for (int h = 0; h < wide; ++h) {
           Loose* out = (Loose*)(c + r * stride + h * W);
           *out = add ? *out + total[r][h] : total[r][h];
         }

@@ -39,7 +39,7 @@ from megacore.ops.dispatch import as_autocast, check_devices, chosen
 OP = "linear_cross_entropy"
 SMALL = 4 << 20  # bytes of logits that are held whole: the chunks of a small problem would cost more than they save
 FEWEST = {"cpu": 128, "cuda": 1024}  # rows of a chunk, see chunk_rows_for
-BLOCK = 1024  # columns of one product on a CPU: for 50304 at once MKL packs 6 MB, 11 MB on two threads, not 2 and 4
+BLOCK = 1024  # columns of a product with a bias on a CPU, which is not made in place
 MOST = 8192  # rows of a chunk: past it the traffic of dweight is below a tenth of one product everywhere
 
 
@@ -191,17 +191,16 @@ def _operands(x: Tensor, weight: Tensor, bias: Tensor | None, start: int, size: 
 def _chunks(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their logits), each in the same memory. No rows are one chunk, or a rank would miss the exchange."""
     count, width = x.shape[0], weight.shape[0]
-    block = BLOCK if x.device.type == "cpu" else max(width, 1)
     held = x.new_empty(min(chunk, count), width)
     for start in range(0, max(count, 1), chunk):
         rows = slice(start, min(start + chunk, count))
         logits = held[: rows.stop - start]
-        for at in (slice(b, b + block) for b in range(0, width, block)):
-            if bias is None:
-                torch.ops.megacore.matmul_into(x[rows], weight[at].t(), logits[:, at], False)
-            elif x.is_cuda:
-                torch.addmm(bias, x[rows], weight.t(), out=logits)
-            else:  # rounded once, with the bias
+        if bias is None:
+            torch.ops.megacore.matmul_into(x[rows], weight.t(), logits, False)
+        elif x.is_cuda:
+            torch.addmm(bias, x[rows], weight.t(), out=logits)
+        else:  # rounded once, with the bias
+            for at in (slice(b, b + BLOCK) for b in range(0, width, BLOCK)):
                 logits[:, at] = torch.ops.megacore.linear(x[rows], weight[at], bias[at])
         yield rows, logits
 
