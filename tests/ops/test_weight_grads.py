@@ -176,14 +176,15 @@ def test_run_frees_what_backward_left():
     assert len(grads) == 0 and seen() is None
 
 
-def test_an_input_changed_before_run_is_refused():
+@pytest.mark.parametrize("changed", ["input", "upstream gradient"])
+def test_a_factor_changed_before_run_is_refused(changed):
     (x, w, _), dy = leaves_of(CASES[0], torch.float32)
     grads = WeightGrads(defer=True).into(w, main_like(w))
     h = x * 1
     linear(h, w, weight_grad=grads).backward(dy)
     with torch.no_grad():
-        h.zero_()
-    with pytest.raises(RuntimeError, match="changed in place"):
+        (h if changed == "input" else dy).zero_()
+    with pytest.raises(RuntimeError, match=f"the {changed} of a linear was changed in place"):
         grads.run()
 
 
