@@ -35,6 +35,7 @@ from megacore.ops.cross_entropy import (
 )
 from megacore.ops.cross_entropy import reference as cross_entropy_reference
 from megacore.ops.dispatch import as_autocast, check_devices, chosen
+from megacore.ops.linear_parts import add_wgrad, widens
 
 OP = "linear_cross_entropy"
 SMALL = 4 << 20  # bytes of logits that are held whole: the chunks of a small problem would cost more than they save
@@ -63,8 +64,9 @@ def linear_cross_entropy(
 
     x [..., K]; weight [W, K] and bias [W]: this rank's part of the vocabulary, from `vocab_start`; target [...] int64.
     All floats of one dtype: fp32, fp64, bf16 or fp16; any strides (a weight whose rows are not dense costs a copy). The
-    other options are those of cross_entropy. Logits are rounded to the dtype of x as F.linear rounds them; statistics
-    and loss are fp32 (fp64 for fp64); dweight and dbias are summed over the chunks in that dtype and rounded once.
+    other options are those of cross_entropy. Logits are rounded to the dtype of x as F.linear rounds them; 16 bits are
+    multiplied in fp32 where the CPU has no arithmetic of them, as in `linear`. Statistics and loss are fp32 (fp64 for
+    fp64); dweight and dbias are summed over the chunks in that dtype and rounded once.
     Under torch.autocast x, weight and bias are cast.
     `scale` multiplies loss and gradients where it costs nothing: with it, upstream is 1 and backward has no pass over
     dweight. In fp16 give the factor of a gradient scaler here: dlogits would underflow before upstream can scale it.
@@ -160,11 +162,13 @@ class _Gradients:
         self.dx = torch.empty_like(x) if x_grad else None
         self.dweight = weight.new_empty(width, x.shape[1], dtype=acc) if weight_grad else None
         self.dbias = weight.new_zeros(width, dtype=acc) if bias_grad else None
-        if self.dweight is not None:
-            self.dweight[self.true :] = 0
+        if self.dweight is not None:  # in the dtype of x the first product writes, which saves a pass of zeros
+            self.dweight[self.true if acc == x.dtype else 0 :] = 0
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        if self.dx is not None:
+        if self.dx is not None and widens(self.x.device.type, self.x.dtype):
+            self.dx[rows] = torch.ops.megacore.linear_dgrad(dlogits, self.weight)
+        elif self.dx is not None:
             torch.mm(dlogits, self.weight, out=self.dx[rows])
         if self.dweight is not None:
             _add_product(self.dweight[: self.true], dlogits, self.x[rows], first=rows.start == 0)
@@ -177,9 +181,13 @@ class _Gradients:
 
 
 def _add_product(total: Tensor, dlogits: Tensor, x: Tensor, first: bool) -> None:
-    """total (+)= dlogits^T x, in the dtype of `total`; the first one writes, which saves a pass of zeros."""
-    a, b = dlogits.to(total.dtype).t(), x.to(total.dtype)
-    torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
+    """total (+)= dlogits^T x, in the dtype of `total`."""
+    if x.dtype != total.dtype:  # no copy of the chunk in fp32: panels of it, or the GPU's own sums
+        add_wgrad(chosen("linear", x.device), dlogits, x, total)
+    elif first:
+        torch.mm(dlogits.t(), x, out=total)
+    else:
+        torch.addmm(total, dlogits.t(), x, out=total)
 
 
 def _operands(x: Tensor, weight: Tensor, bias: Tensor | None, start: int, size: int) -> tuple[Tensor, ...]:
@@ -197,12 +205,15 @@ def _chunks(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Itera
     """(rows, their logits), each in the same memory. No rows are one chunk, or a rank would miss the exchange."""
     count, width = x.shape[0], weight.shape[0]
     block = BLOCK if x.device.type == "cpu" else max(width, 1)
+    widened = widens(x.device.type, x.dtype)  # torch's products of these 16 bits are many times slower
     held = x.new_empty(min(chunk, count), width)
     for start in range(0, max(count, 1), chunk):
         rows = slice(start, min(start + chunk, count))
         logits = held[: rows.stop - start]
         for at in (slice(b, b + block) for b in range(0, width, block)):
-            if bias is None:
+            if widened:
+                logits[:, at] = torch.ops.megacore.linear(x[rows], weight[at], None if bias is None else bias[at])
+            elif bias is None:
                 torch.mm(x[rows], weight[at].t(), out=logits[:, at])
             else:
                 torch.addmm(bias[at], x[rows], weight[at].t(), out=logits[:, at])
