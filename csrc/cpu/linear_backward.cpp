@@ -259,9 +259,10 @@ void matmul_into(const at::Tensor& a, const at::Tensor& b, at::Tensor out, bool 
     return add_widened_atb(out, a.t(), b);
   }
   MEGACORE_CHECK(!add, op, "add", "true", "false, or an fp32 out: sums are not rounded to 16 bits");
-  widened_ab(a, b, [&](const at::Tensor& c, int64_t row, int64_t col) {
+  const auto store = [&](const at::Tensor& c, int64_t row, int64_t col) {
     out.narrow(0, row, c.size(0)).narrow(1, col, c.size(1)).copy_(c);
-  });
+  };
+  b.stride(0) == 1 ? widened_abt(a, b.t(), 1, store) : widened_ab(a, b, store);
 }
 
 }  // namespace

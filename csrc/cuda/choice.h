@@ -66,6 +66,11 @@ inline int64_t alignment(const void* p) {
   return bytes;
 }
 
+// The least alignment of D and of what the epilogue reads and writes beside it; a null pointer is aligned.
+inline int64_t alignment_of_outputs(const Gemm& g) {
+  return std::min({alignment(g.d), alignment(g.bias), alignment(g.bias_grad), alignment(g.aux)});
+}
+
 // Everything that an algorithm's speed or admissibility depends on, as numbers.
 using Key = std::vector<int64_t>;
 

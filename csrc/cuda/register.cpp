@@ -24,6 +24,7 @@ cudaStream_t stream_of(const at::Tensor& t) {
 }
 
 void zero(const char* op, const at::Tensor& t) {
+  if (t.numel() == 0) return;  // its address is null
   check(cudaMemsetAsync(t.data_ptr(), 0, t.numel() * t.element_size(), stream_of(t)), op, "cudaMemsetAsync");
 }
 

@@ -63,8 +63,9 @@ def linear_cross_entropy(
 
     x [..., K]; weight [W, K] and bias [W]: this rank's part of the vocabulary, from `vocab_start`; target [...] int64.
     All floats of one dtype: fp32, fp64, bf16 or fp16; any strides (a weight whose rows are not dense costs a copy). The
-    other options are those of cross_entropy. Logits are rounded to the dtype of x as F.linear rounds them; statistics
-    and loss are fp32 (fp64 for fp64); dweight and dbias are summed over the chunks in that dtype and rounded once.
+    other options are those of cross_entropy. Logits are rounded to the dtype of x as F.linear rounds them; 16 bits are
+    multiplied in fp32 where the CPU has no arithmetic of them, as in `linear`. Statistics and loss are fp32 (fp64 for
+    fp64); dweight and dbias are summed over the chunks in that dtype and rounded once.
     Under torch.autocast x, weight and bias are cast.
     `scale` multiplies loss and gradients where it costs nothing: with it, upstream is 1 and backward has no pass over
     dweight. In fp16 give the factor of a gradient scaler here: dlogits would underflow before upstream can scale it.

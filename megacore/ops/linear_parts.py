@@ -66,6 +66,8 @@ def wgrad(impl: str, dpre: Tensor, x: Tensor) -> Tensor:
 def add_wgrad(impl: str, dpre: Tensor, x: Tensor, main_grad: Tensor) -> None:
     """main_grad [N, K] += dpre.T @ x, summed in the dtype of main_grad and never rounded to 16 bits."""
     if impl == "cpp":
+        if main_grad.stride(1) != 1 and main_grad.stride(0) == 1:  # of a weight stored [K, N]; cuBLASLt writes rows
+            dpre, x, main_grad = x, dpre, main_grad.t()
         torch.ops.megacore.linear_wgrad_(dpre, x, main_grad)
         return
     a, b = as_rows(dpre).t(), as_rows(x)

@@ -27,11 +27,12 @@ class _Product:
     dpre: Tensor
     x: Tensor
     main_grad: Tensor
-    version: int  # of x when backward met it
+    versions: tuple[int, int]  # of dpre and x when backward met them
 
     def run(self) -> None:
-        if self.x._version != self.version:
-            raise RuntimeError("WeightGrads.run: the input of a linear was changed in place after its backward")
+        for what, t, version in zip(("upstream gradient", "input"), (self.dpre, self.x), self.versions, strict=True):
+            if t._version != version:  # a receive buffer that the next micro-batch was read into, say
+                raise RuntimeError(f"WeightGrads.run: the {what} of a linear was changed in place after its backward")
         with torch.no_grad(), torch.autocast(self.x.device.type, enabled=False):
             add_wgrad(self.impl, self.dpre, self.x, self.main_grad)
 
@@ -72,7 +73,8 @@ class WeightGrads:
         return self
 
     def run(self) -> int:
-        """Do the products that were deferred, first come first; how many there were."""
+        """Do the products that were deferred, first come first; how many there were. RuntimeError where one of their
+        factors, dpre or x, was changed in place since backward noted it."""
         count = 0
         while self._deferred:
             self._deferred.popleft().run()  # its dpre and x are freed before the next
@@ -105,7 +107,7 @@ class WeightGrads:
 
     def add(self, impl: str, dpre: Tensor, x: Tensor, main_grad: Tensor) -> None:
         """main_grad += dpre.T @ x, now or at run()."""
-        product = _Product(impl, dpre, x, main_grad, x._version)
+        product = _Product(impl, dpre, x, main_grad, (dpre._version, x._version))
         if self.defer:
             self._deferred.append(product)
         else:

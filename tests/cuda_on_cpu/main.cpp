@@ -311,6 +311,9 @@ void rules() {
   EXPECT(!kept.find(key_of(g)));
   g.b.ld = 4, g.aux = reinterpret_cast<void*>(8);
   EXPECT(!kept.find(key_of(g)));
+  EXPECT(alignment_of_outputs(g) == 8);  // of aux; D and the others are null here
+  g.bias = reinterpret_cast<void*>(2);   // a view that starts at an odd element of bf16
+  EXPECT(alignment_of_outputs(g) == 2);
 }
 
 int main(int, char** argv) {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import megacore._C as _C
 import pytest
 import torch
 import torch.nn.functional as F
@@ -209,3 +210,37 @@ def test_in_the_interpreter():
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_sixteen_bits_are_widened_where_the_cpu_has_no_arithmetic_of_them(dtype, reduction, monkeypatch):
+    """Torch's own product of them is many times slower there."""
+    products = []
+
+    def spied(name, product):
+        def run(*args, **kwargs):
+            products.append((name, args[-1].dtype))
+            return product(*args, **kwargs)
+
+        return run
+
+    for name in ("mm", "addmm"):
+        monkeypatch.setattr(torch, name, spied(name, getattr(torch, name)))
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(9, 40), torch.randn(1100, 40), torch.randn(1100)  # two blocks of columns
+    leaves = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
+    target = torch.randint(1100, (9,))
+    _C.set_native_16bit(False)
+    try:
+        loss = linear_cross_entropy(
+            *leaves[:2], target, bias=leaves[2], vocab_size=1100, reduction=reduction, chunk_rows=4
+        )
+        got = torch.autograd.grad(loss.sum(), leaves)
+    finally:
+        _C.set_native_16bit(None)
+    assert not any(kind == dtype for _, kind in products), products
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    truth = F.cross_entropy(F.linear(*wide), target, reduction=reduction)
+    for found, want in zip(got, torch.autograd.grad(truth.sum(), wide), strict=True):
+        torch.testing.assert_close(found.double(), want, rtol=0.05, atol=0.02 * want.abs().max().item())

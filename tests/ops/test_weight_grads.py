@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.ops import WeightGrads, linear, linear_gelu
 from megacore.pipeline import Executor
@@ -176,14 +177,40 @@ def test_run_frees_what_backward_left():
     assert len(grads) == 0 and seen() is None
 
 
-def test_an_input_changed_before_run_is_refused():
+class Rows(TorchDispatchMode):
+    """Strides of the buffers that products are added to."""
+
+    def __init__(self):
+        super().__init__()
+        self.strides = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.megacore.linear_wgrad_.default:
+            self.strides.append(args[2].stride())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_operator_sees_rows_of_a_buffer_that_is_stored_transposed():
+    """The CUDA operator takes no other buffer."""
+    stored, x = torch.randn(5, 6, requires_grad=True), torch.randn(2, 3, 5, requires_grad=True)
+    main, seen = main_like(stored), Rows()
+    grads = WeightGrads(defer=True).into(stored, main)
+    linear(x, stored.t(), weight_grad=grads).sum().backward()
+    with seen:
+        grads.run()
+    assert seen.strides == [(6, 1)]
+    torch.testing.assert_close(main, x.detach().sum((0, 1)).unsqueeze(1).expand(5, 6))
+
+
+@pytest.mark.parametrize("changed", ["input", "upstream gradient"])
+def test_a_factor_changed_before_run_is_refused(changed):
     (x, w, _), dy = leaves_of(CASES[0], torch.float32)
     grads = WeightGrads(defer=True).into(w, main_like(w))
     h = x * 1
     linear(h, w, weight_grad=grads).backward(dy)
     with torch.no_grad():
-        h.zero_()
-    with pytest.raises(RuntimeError, match="changed in place"):
+        (h if changed == "input" else dy).zero_()
+    with pytest.raises(RuntimeError, match=f"the {changed} of a linear was changed in place"):
         grads.run()
 
 
