@@ -42,7 +42,7 @@ def curve(v, FORM: tl.constexpr):
         e = tl.exp(-v)  # infinite below -88, where s is 0
         s = 1.0 / (1.0 + e)
         rest = tl.where(v < 0, 1.0 - s, e * s)  # 1 - s, with no cancellation
-        return v / (1.0 + e), s * (1.0 + tl.minimum(tl.maximum(v, -128.0), 128.0) * rest)
+        return v * s, s * (1.0 + tl.minimum(tl.maximum(v, -128.0), 128.0) * rest)
 
 
 @triton.jit

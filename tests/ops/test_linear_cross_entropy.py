@@ -46,8 +46,6 @@ def close(got, want, tolerance=1e-12):
 def test_matches_fp64(impl, reduction, dtype):
     """Chunks of three rows, so that gradients are sums over chunks. So many trials make torch's own error typical."""
     sizes, slow = [(1, 1, 2), (7, 5, 3), (10, 13, 127), (6, 129, 40)], impl == "triton"
-    # the interpreter truncates to bf16 where the GPU rounds: twice the error
-    factor = 4 if slow and dtype == torch.bfloat16 else 2
     for rows, width, vocab in sizes[2:3] if slow else sizes:
         for options in OPTIONS[1:2] if slow else OPTIONS:
             found = []
@@ -61,7 +59,7 @@ def test_matches_fp64(impl, reduction, dtype):
                 got, truth, measure = (torch.stack([f[side][which] for f in found]) for side in range(3))
                 if which == 0 and dtype in (torch.bfloat16, torch.float16):
                     measure = measure.float()
-                assert_as_good_as_torch(got, truth, measure, factor)
+                assert_as_good_as_torch(got, truth, measure)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -84,6 +82,8 @@ def test_known_values(impl, case):
 
 def test_sums_over_chunks_are_not_kept_in_16_bits(impl):
     """MB-04: 300 rows of one gradient; 256 + 1 = 256 in bf16."""
+    if impl == "triton":
+        pytest.skip("slow in the interpreter, and the sums are not Triton's")
     rows = 300
     x, weight = torch.ones(rows, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16).requires_grad_()
     bias = torch.zeros(2, dtype=torch.bfloat16).requires_grad_()
