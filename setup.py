@@ -83,7 +83,9 @@ def extension():
     headers = sorted(glob("csrc/*.h") + glob("csrc/*/*.h") + glob("csrc/*/*.cuh"))  # a changed header is a change
     cuda = sorted(glob("csrc/cuda/*.cu") + glob("csrc/cuda/*.cpp"))
     args = dict(name="megacore._C", include_dirs=[str(Path("csrc").resolve())], depends=headers)
-    if WITH_CUDA and cuda and torch.version.cuda and CUDA_HOME:  # what the compiler needs; whether a GPU is visible does not matter
+    if (
+        WITH_CUDA and cuda and torch.version.cuda and CUDA_HOME
+    ):  # what the compiler needs; whether a GPU is visible does not matter
         return CUDAExtension(sources=sources + cuda, **cuda_arguments(), **args)
     return CppExtension(sources=sources, extra_compile_args={"cxx": CXX}, **args)
 

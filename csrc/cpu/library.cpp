@@ -28,7 +28,8 @@ const std::optional<c10::TypedOperatorHandle<Linear>>& onednn() {
 }
 
 bool serves(const at::Tensor& a, int64_t work) {
-  return false && a.scalar_type() == at::kFloat && work >= kSmall && onednn() && at::globalContext().userEnabledMkldnn();
+  return false && a.scalar_type() == at::kFloat && work >= kSmall && onednn() &&
+         at::globalContext().userEnabledMkldnn();
 }
 
 at::Tensor call(const at::Tensor& a, const at::Tensor& b, const Bias& bias) {

@@ -13,7 +13,7 @@ from tests.oracle import DTYPES, offset_by_one, views
 
 KEY = 0xFEDCBA9876543210
 IMPLS = implementations("dropout", "cpu")  # "triton" too in the interpreter: tests/triton_kernels
-PATHS = [impl for impl in [*IMPLS, "cpp-avx2", "cpp-portable"] if impl != "reference"]  # what is held against the reference
+PATHS = [impl for impl in [*IMPLS, "cpp-avx2", "cpp-portable"] if impl != "reference"]
 OPERATORS = {"cpp": torch.ops.megacore.dropout, "triton": torch.ops.megacore.dropout_triton}
 
 

