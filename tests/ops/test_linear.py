@@ -41,11 +41,13 @@ def path(request):
 def test_matches_fp64(case, bias, run):
     path, dtype = run
     triton = path == "triton"
-    sizes = M_K_N + PAST_PANELS if path == "cpp-widened" else M_K_N[:-1] if triton else M_K_N
+    sizes = M_K_N + PAST_PANELS if path == "cpp-widened" else M_K_N
+    if triton:  # slow in the interpreter: no large size, and none that needs hundreds of trials
+        sizes = [(1, 1, 1), (7, 13, 31), (65, 13, 1), (65, 13, 31)]
     for m, k, n in sizes:
         found = []
         # several, or torch's error on a handful of elements is a matter of luck
-        some = (12 if m * n < 100 else 3) if triton else 200 if m * n == 1 else 24
+        some = (24 if m * n == 1 else 4) if triton else 200 if m * n == 1 else 24
         for seed in range(1 if m * n > 5000 else some):
             x, w, b, dy = case.inputs(m, k, n, dtype, bias, seed)
             wide = [t if t is None else t.double() for t in (x, w, b, dy)]
