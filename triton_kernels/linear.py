@@ -20,24 +20,29 @@ from triton.runtime import JITFunction
 
 
 @triton.jit
-def gate(v, FORM: tl.constexpr):
-    """(s, s') of v * s(v): as in csrc/cpu/gelu.h for "tanh"; erf for "none"; "swiglu": the logistic function of v."""
+def curve(v, FORM: tl.constexpr):
+    """(v s, d(v s)/dv): s as in csrc/cpu/gelu.h for "tanh"; by erf for "none"; the logistic function for "swiglu".
+
+    Each clamp keeps inf * 0 out: beyond it the other factor is 0."""
     if FORM == "none":
         s = 0.5 + 0.5 * tl.erf(v * 0.7071067811865476)
-        return s, 0.3989422804014327 * tl.exp(-0.5 * v * v)
-    else:
-        if FORM == "tanh":
-            v = tl.minimum(tl.maximum(v, -11.0), 11.0)  # beyond it s is 0 or 1, and the cube cannot overflow
-            square = v * v
-            z = v * (1.5957691216057308 + 0.07135481282749108 * square)
-            dz = 1.5957691216057308 + 0.21406443848247325 * square
-        else:
-            z = v
-            dz = 1.0
+        bell = 0.3989422804014327 * tl.exp(-0.5 * v * v)
+        return v * s, s + tl.minimum(tl.maximum(v, -100.0), 100.0) * bell
+    elif FORM == "tanh":
+        keep: tl.constexpr = tl.PropagateNan.ALL
+        c = tl.minimum(tl.maximum(v, -11.0, keep), 11.0, keep)  # beyond it s is 0 or 1, and the cube cannot overflow
+        square = c * c
+        z = c * (1.5957691216057308 + 0.07135481282749108 * square)
         e = tl.exp(-tl.abs(z))
         d = 1.0 / (1.0 + e)
         less = e * d  # the smaller of s and 1 - s, with no cancellation; their product is s'(z)
-        return tl.where(z < 0, less, d), d * less * dz
+        s = tl.where(z < 0, less, d)
+        return v * s, s + c * (d * less * (1.5957691216057308 + 0.21406443848247325 * square))
+    else:
+        e = tl.exp(-v)  # infinite below -88, where s is 0
+        s = 1.0 / (1.0 + e)
+        rest = tl.where(v < 0, 1.0 - s, e * s)  # 1 - s, with no cancellation
+        return v * s, s * (1.0 + tl.minimum(tl.maximum(v, -128.0), 128.0) * rest)
 
 
 @triton.jit
@@ -60,11 +65,11 @@ def finish(acc, up, bias_ptr, y_ptr, pre_ptr, rows, outs, top, left, FORM: tl.co
         tl.store(gate_at, y, mask=inside)
         tl.store(gate_at + half, up.to(kind), mask=inside)
         v = y.to(tl.float32)
-        y = (v * gate(v, FORM)[0] * up.to(kind).to(tl.float32)).to(kind)
+        y = (curve(v, FORM)[0] * up.to(kind).to(tl.float32)).to(kind)
     elif FORM != "":
         tl.store(pre_ptr + first * half + spot, y, mask=inside)
         v = y.to(tl.float32)
-        y = (v * gate(v, FORM)[0]).to(kind)
+        y = curve(v, FORM)[0].to(kind)
     tl.store(y_ptr + first * half + spot, y, mask=inside)
 
 
@@ -125,11 +130,10 @@ def dpre_kernel(
         row, inside = m[:, None], (m < rows)[:, None] & (n < outs)[None, :]
         dy = tl.load(dy_ptr + row * dy_row + column * dy_col, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(pre_ptr + row * pre_row + column * pre_col, mask=inside, other=0.0).to(tl.float32)
-        s, ds = gate(v, FORM)
-        slope = s + tl.minimum(tl.maximum(v, -100.0), 100.0) * ds  # ds is 0 there, and inf * 0 would be NaN
+        y, slope = curve(v, FORM)
         if FORM == "swiglu":
             up = tl.load(pre_ptr + row * pre_row + (column + half) * pre_col, mask=inside, other=0.0).to(tl.float32)
-            dup = dy * (v * s)
+            dup = dy * y
             dy = dy * up
             tl.store(dpre_ptr + row * width + half + column, dup.to(kind), mask=inside)
             total_up += dup
@@ -143,7 +147,7 @@ def dpre_kernel(
             tl.store(to + half, tl.sum(total_up, 0), mask=n < outs)
 
 
-DEVICE_FUNCTIONS = ("gate", "finish")
+DEVICE_FUNCTIONS = ("curve", "finish")
 SUM_ROWS = 128  # rows of one partial sum of the bias gradient
 
 

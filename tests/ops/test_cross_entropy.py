@@ -49,7 +49,7 @@ def test_matches_fp64(impl, options, dtype):
     """The measure is torch in fp32 on 16-bit logits: its own 16-bit loss would allow anything."""
     for rows, vocab in [(1, 2), (3, 127), (5, 128), (2, 1025), (9, 513), (64, 50)]:
         found = []
-        for seed in range(24 if rows * vocab < 1000 and impl != "triton" else 2):
+        for seed in range(8 if impl == "triton" else 24 if rows * vocab < 1000 else 2):
             x, y, g = inputs(rows, vocab, dtype, seed)
             y[y == -100] = options.get("ignore_index", -100)
             runs = with_gradient(x, y, g, **options), plain_gradient(x.double(), y, g, **options)

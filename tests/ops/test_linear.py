@@ -41,11 +41,14 @@ def path(request):
 def test_matches_fp64(case, bias, run):
     path, dtype = run
     triton = path == "triton"
-    sizes = M_K_N + PAST_PANELS if path == "cpp-widened" else M_K_N[:-1] if triton else M_K_N
+    sizes = M_K_N + PAST_PANELS if path == "cpp-widened" else M_K_N
+    if triton:  # slow in the interpreter: no large size, and none that needs hundreds of trials
+        sizes = [(1, 1, 1), (7, 13, 31), (65, 13, 1), (65, 13, 31)]
     for m, k, n in sizes:
         found = []
         # several, or torch's error on a handful of elements is a matter of luck
-        for seed in range(1 if m * n > 5000 else 2 if triton else 200 if m * n == 1 else 24):
+        some = (24 if m * n == 1 else 4) if triton else 200 if m * n == 1 else 24
+        for seed in range(1 if m * n > 5000 else some):
             x, w, b, dy = case.inputs(m, k, n, dtype, bias, seed)
             wide = [t if t is None else t.double() for t in (x, w, b, dy)]
             found.append(
@@ -84,29 +87,21 @@ def exact(case: Case):
     return lambda x, w, b: act(x @ w.t() if b is None else x @ w.t() + b)
 
 
-def weight_of_ones(case, dtype):  # makes the operator the activation itself; SwiGLU: silu(x) * x
-    return torch.ones(case.halves, 1, dtype=dtype)
-
-
 @by_activation
 def test_curve_and_derivative_over_the_whole_range(case, run):
-    """Each interval by itself, or the largest value sets the bound."""
-    path, dtype = run
+    """Each interval by itself, or the largest value sets the bound; of many points, or luck at the largest does."""
+    _, dtype = run
     edges = [-1e4, -100, -30, -12, -6, -3, -1, 0, 1, 3, 6, 12, 30, 1e4 if case.halves == 1 else 100]
-    points = 1001
-    parts = [
-        torch.linspace(low, high, points, dtype=torch.float64) for low, high in zip(edges, edges[1:], strict=False)
-    ]
-    one, x = weight_of_ones(case, dtype), torch.cat(parts).to(dtype).unsqueeze(1)
+    parts = [torch.linspace(low, high, 4096, dtype=torch.float64) for low, high in zip(edges, edges[1:], strict=False)]
+    x = torch.cat(parts).to(dtype).view(-1, 64)
+    one = torch.eye(64, dtype=dtype).repeat(case.halves, 1)  # makes the operator the activation; SwiGLU: silu(x) * x
     dy = torch.ones_like(x)
     got = with_gradients(case, x, one, None, dy)[:2]
     truth = with_gradients(exact(case), x.double(), one.double(), None, dy.double())[:2]
     measure = with_gradients(case.plain, x, one, None, dy)[:2]
-    # Triton's slope of SiLU is s + v s', which cancels in the tail; C++ has s (1 + v (1 - s))
-    factor = 4 if path == "triton" and case.op == "linear_swiglu" else 2
     for results in zip(got, truth, measure, strict=True):
-        for ours, ref, torchs in zip(*(t.split(points) for t in results), strict=True):
-            assert_as_good_as_torch(ours, ref, torchs, factor)
+        for ours, ref, torchs in zip(*(t.split(4096 // 64) for t in results), strict=True):
+            assert_as_good_as_torch(ours, ref, torchs)
 
 
 @pytest.mark.parametrize("case", GELUS, ids=name)
@@ -146,7 +141,9 @@ def test_zero_sizes(case, path):
 
 
 @by_case
-@pytest.mark.parametrize(("impl", "dtype"), [run for run in SERVED if run[0] in KERNELS])
+@pytest.mark.parametrize(
+    ("impl", "dtype"), [run for run in SERVED if run[0] in KERNELS and run != ("triton", torch.float16)]
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_opcheck(case, impl, dtype, bias):
     x, w, b, dy = case.inputs(6, 10, 7, dtype, bias)

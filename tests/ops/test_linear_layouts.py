@@ -114,8 +114,8 @@ def test_rows_that_lie_2_to_the_30_apart(case, impl):
 @pytest.mark.parametrize("rows", [65535, 65536, 65537])
 def test_row_counts_around_2_to_the_16(case, rows, path):
     """MB-21 c."""
-    if path == "triton" and (rows, case.approximate) != (65537, "tanh"):
-        pytest.skip("slow in the interpreter")
+    if path == "triton":
+        pytest.skip("its grids have one dimension, of 31 bits; the interpreter knows no limit and is slow")
     impl, w = path.partition("-")[0], torch.eye(4 * case.halves, 4)
     dy, pre = torch.randn(rows, 4), torch.randn(rows, 4 * case.halves)
     whole = case.raw_dpre(impl)(dy, pre, True, *case.form)
@@ -123,8 +123,6 @@ def test_row_counts_around_2_to_the_16(case, rows, path):
     parts = [case.raw_dpre(impl)(dy[s], pre[s], True, *case.form) for s in (slice(cut), slice(cut, None))]
     assert torch.equal(whole[0], torch.cat([p[0] for p in parts]))
     torch.testing.assert_close(whole[1], parts[0][1] + parts[1][1], rtol=1e-5, atol=1e-3)
-    if path == "triton":  # its forward walks tiles, however many rows: too many for the interpreter
-        return
     x = torch.randn(rows, 4)
     y = case(x, w, None)
     assert torch.equal(y, torch.cat([case(x[:cut], w, None), case(x[cut:], w, None)]))
