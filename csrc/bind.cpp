@@ -13,6 +13,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_cpu_path", &megacore::set_cpu_path, pybind11::arg("name"),
         "For tests and benchmarks, process-wide: run on that instruction set ('': the best there is). False if this "
         "machine lacks it.");
+  m.def("own_product", &megacore::multiplies_faster, "Whether large fp32 matrix products are ours on this path.");
   m.def(
       "native_bf16", [] { return megacore::native(c10::kBFloat16); }, "Whether this CPU multiplies matrices in bf16.");
   m.def("native_fp16", [] { return megacore::native(c10::kHalf); }, "Whether this CPU multiplies matrices in fp16.");

@@ -162,6 +162,7 @@ def test_opcheck_of_the_products(dtype):
     opcheck(torch.ops.megacore.linear_wgrad.default, (dy, x))
     opcheck(torch.ops.megacore.linear_wgrad_.default, (dy.detach(), x.detach(), main))
     opcheck(torch.ops.megacore.linear_wgrad_dbias.default, (dy, x))
+    opcheck(torch.ops.megacore.matmul_into.default, (dy.detach().t(), x.detach(), main, dtype.itemsize > 2))
     opcheck(torch.ops.megacore.linear_gelu_dgrad.default, (dy.detach(), w.detach(), x.detach(), True, "tanh"))
 
 
