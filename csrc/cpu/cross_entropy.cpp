@@ -134,7 +134,7 @@ struct Backward {
                                   int64_t dx_stride, int64_t columns, int64_t width, const int64_t* target,
                                   const A* norm, int64_t vocab_start, Loss how, int64_t begin, int64_t end) {
     const A spread = A(how.smoothing / double(how.vocab_size)), share = A(1 - how.smoothing);
-    for (int64_t r = begin; r < end; ++r) {
+    for (int64_t r = end - 1; r >= begin; --r) {  // what the statistics read last is still in the cache
       const T* row = x + r * x_stride;
       T* out = dx + r * dx_stride;
       const bool counted = target[r] != how.ignore_index;
