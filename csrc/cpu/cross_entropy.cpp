@@ -28,11 +28,15 @@ constexpr int64_t kGrain = 1 << 15;  // elements worth a thread
 // instruction set, and so is the order of the sum.
 constexpr int kLanes = 64;
 
-// f(lane, i) for i in [0, n), in turn over the lanes.
-template <class F>
-MEGACORE_INLINE void for_lanes(int64_t n, F&& f) {
+struct Nothing {
+  MEGACORE_INLINE void operator()(int64_t) const {}
+};
+
+// f(lane, i) for i in [0, n), in turn over the lanes; before(i) each time that the lanes begin again.
+template <class F, class G = Nothing>
+MEGACORE_INLINE void for_lanes(int64_t n, F&& f, G&& before = {}) {
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
+  for (; i + kLanes <= n; i += kLanes, before(i))
     for (int l = 0; l < kLanes; ++l) f(l, i + l);
   for (int l = 0; i + l < n; ++l) f(l, i + l);
 }
@@ -62,11 +66,17 @@ struct Stats {
         const A origin = higher == lowest ? A(0) : higher;  // -inf - -inf would be NaN
         const A shift = peak == lowest ? A(0) : peak - origin;
         A sums[kLanes] = {}, exps[kLanes] = {};
-        for_lanes(n, [&](int l, int64_t i) MEGACORE_LAMBDA {
-          const A d = widen(row[at + i]) - origin;
-          sums[l] += d;
-          exps[l] += exp_of(d);
-        });
+        const T* next = row + at + kBlock;  // the sums are as long as a block takes to arrive
+        for_lanes(
+            n,
+            [&](int l, int64_t i) MEGACORE_LAMBDA {
+              const A d = widen(row[at + i]) - origin;
+              sums[l] += d;
+              exps[l] += exp_of(d);
+            },
+            [&](int64_t i) MEGACORE_LAMBDA {
+              for (int64_t k = 0; k < kLanes; k += 64 / int64_t(sizeof(T))) __builtin_prefetch(next + i + k);
+            });
         const auto add = [](A a, A b) MEGACORE_LAMBDA { return a + b; };
         below += double(at) * shift + join(sums, add);
         total = (shift == 0 ? total : total * std::exp(double(shift))) + join(exps, add);

@@ -31,8 +31,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, weight_grad
     weight_grad: where the gradient of `weight` (and of a bias registered there) goes, instead of to autograd.
     ValueError for a shape, dtype or device that does not fit, and for a weight that `weight_grad` does not know.
     Cost: one GEMM forward; two and a pass for the bias gradient backward, of which only what is asked for is done. On
-    the CPU an argument that is not contiguous costs a copy, a transposed weight too (none in 16 bits that are
-    widened): the library's bits depend on the layout. Under autocast also one copy of what is cast, at each call.
+    the CPU, where the library makes the product, an argument that is not contiguous costs a copy, a transposed weight
+    too: its bits depend on the layout. Our own product (csrc/cpu/product.h) and the widened one need none. Under
+    autocast also one copy of what is cast, at each call.
     """
     return _run("linear", x, weight, bias, weight_grad)
 

@@ -130,16 +130,16 @@ def test_row_counts_around_2_to_the_16(case, rows, path):
 
 @by_case
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("onednn", [True, False])
-def test_a_product_large_enough_for_the_other_library(case, bias, onednn):
-    """oneDNN's on a CPU where MKL has no AVX-512 (csrc/cpu/library.h), MKL's elsewhere and with mkldnn switched off."""
-    inputs = case.inputs(130, 260, 251, torch.float32, bias)
+@pytest.mark.parametrize("isa", ["", "avx2"])
+def test_a_product_large_enough_to_be_ours(case, bias, isa):
+    """csrc/cpu/product.h: ours on a CPU where MKL has no AVX-512, the library's on the narrower path and elsewhere."""
+    inputs = case.inputs(260, 260, 251, torch.float32, bias)
     exact = with_gradients(case.plain, *(t if t is None else t.double() for t in inputs))
     turned = [t if t is None or t.dim() == 1 else t.t().contiguous().t() for t in inputs]
-    with torch.backends.mkldnn.flags(enabled=onednn):
-        found = (with_gradients(f, *inputs) for f in (case, case.plain))
-        again = with_gradients(case, *turned)
-        for mine, torchs, true, view in zip(*found, exact, again, strict=True):
-            error, bound = ((t.double() - true).abs().max() for t in (mine, torchs))
-            assert error <= 2 * bound
-            assert torch.equal(mine, view)
+    theirs = with_gradients(case.plain, *inputs)
+    with serving(f"cpp-{isa}" if isa else "cpp"):
+        found, again = with_gradients(case, *inputs), with_gradients(case, *turned)
+    for mine, torchs, true, view in zip(found, theirs, exact, again, strict=True):
+        error, bound = ((t.double() - true).abs().max() for t in (mine, torchs))
+        assert error <= 2 * bound
+        assert torch.equal(mine, view)

@@ -45,7 +45,9 @@ def test_as_exact_as_the_librarys(size, kind):
     error, theirs = ((t.double() - exact).abs().max() for t in (run(a, b), a @ b))
     assert error <= 2 * theirs
     start = torch.randn(exact.shape)
-    assert torch.equal(run(a, b, start) - start, (run(a, b) + start) - start) or size[2] > 768  # one block: one addition
+    assert (
+        torch.equal(run(a, b, start) - start, (run(a, b) + start) - start) or size[2] > 768
+    )  # one block: one addition
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
