@@ -209,7 +209,7 @@ Pair linear_gelu_dgrad(const at::Tensor& dpre, const at::Tensor& weight, const a
 }
 
 // main_grad += dpre^T x in main_grad's dtype: 16 bits are widened whatever the CPU, so that no product is rounded.
-void linear_wgrad_into(const at::Tensor& dpre, const at::Tensor& x, at::Tensor main_grad) {
+void linear_wgrad_into(const at::Tensor& dpre, const at::Tensor& x, at::Tensor& main_grad) {
   constexpr const char* op = "linear_wgrad_";
   const Inside guard;
   const auto [a, b] = checked_rows(op, dpre, x);
@@ -231,7 +231,7 @@ void linear_wgrad_into(const at::Tensor& dpre, const at::Tensor& x, at::Tensor m
 constexpr int64_t kBlock = 1024;
 
 // out (+)= a b, any strides of a and b; 16-bit operands may be summed into an fp32 out, of which nothing is rounded.
-void matmul_into(const at::Tensor& a, const at::Tensor& b, at::Tensor out, bool add) {
+void matmul_into(const at::Tensor& a, const at::Tensor& b, at::Tensor& out, bool add) {
   constexpr const char* op = "matmul_into";
   const Inside guard;
   check_floating(op, "a", a);
