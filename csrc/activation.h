@@ -1,5 +1,6 @@
 // The activations of the linear family and their derivatives, one source for nvcc and for g++ (tests/test_cuda_build.py
-// runs it on the CPU against fp64). Same formulas as cpu/gelu.h, whose loops are written for vectorisers instead.
+// runs it on the CPU against fp64). The forms of cpu/gelu.h and cpu/silu.h, whose loops are written for vectorisers and
+// whose polynomial of erfc is a shorter one.
 //
 // An activation maps kParts pre-activations of one column to y, and dy to kParts gradients. A is float or double.
 // No torch and no CUDA header.
@@ -75,7 +76,7 @@ struct ErfGate {
   MEGACORE_BOTH static Gate<float> at(float x) {
     const float v = clamp(x, -15.f, 15.f);
     const float bell = exp_of(-0.5f * v * v);
-    // erfc(a) = exp(-a^2) t P(t), t = 1 / (1 + a/2), a = |x| / sqrt 2: relative error 5e-9 (cpu/gelu.h)
+    // erfc(a) = exp(-a^2) t P(t), t = 1 / (1 + a/2), a = |x| / sqrt 2: P by least squares, relative error 5e-9
     const float t = inverse(1.f + 0.35355339f * (v < 0.f ? -v : v));
     float p = 0.0399780529f;
     p = p * t - 0.215728647f;
@@ -138,8 +139,8 @@ struct Swiglu {
   template <class A>
   MEGACORE_BOTH static void gradient(A dy, const A (&pre)[2], A (&d)[2]) {
     const Sigmoid<A> g = sigmoid(pre[0]);
-    const A limit = sizeof(A) == 4 ? A(110) : A(750);  // beyond it s or 1 - s is 0
-    d[0] = dy * pre[1] * (g.s + clamp(pre[0], -limit, limit) * (g.s * g.rest));
+    const A limit = sizeof(A) == 4 ? A(110) : A(750);                             // beyond it s or 1 - s is 0
+    d[0] = dy * pre[1] * (g.s * (A(1) + clamp(pre[0], -limit, limit) * g.rest));  // s + x s' would cancel
     d[1] = dy * (pre[0] * g.s);
   }
 };
