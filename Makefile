@@ -18,6 +18,12 @@
 
 VENV ?= .venv
 CUDA_VENV ?= .venv-cuda
+ifeq ($(wildcard setup.py),)
+$(error this is not the checkout's folder; run make there, or make -C /path/to/checkout)
+endif
+ifneq ($(words $(VENV) $(CUDA_VENV)),$(words $(firstword $(VENV)) $(firstword $(CUDA_VENV))))
+$(error VENV=$(VENV): make cannot build a path with spaces; link it, ln -s "$(VENV)" .venv, and leave VENV out)
+endif
 ifeq ($(strip $(VENV)),)
 PY := $(or $(PYTHON),python3)
 INSTALLED :=
@@ -33,7 +39,7 @@ endif
 MEGACORE := $(PY) -m megacore
 NPROC ?= 8
 DATA := runs/stdlib/data
-SOURCES := pyproject.toml setup.py $(shell find csrc -type f 2>/dev/null)
+SOURCES := pyproject.toml setup.py tools/backend.py $(shell find csrc -type f 2>/dev/null)
 PYTHONS := megacore triton_kernels bench tests tools setup.py
 CXX := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h' 2>/dev/null)
 
@@ -45,11 +51,15 @@ train test: export OMP_NUM_THREADS = 1
 
 build: $(BUILT)
 
+# What a build needs is looked for before anything is downloaded.
 $(VENV)/.installed: pyproject.toml tools/setup.sh
+	@$(if $(filter-out lint format,$(or $(MAKECMDGOALS),build)),tools/setup.sh toolchain $(or $(wildcard $(PY)),$(PYTHON)))
 	tools/setup.sh install $(VENV) $(PYTHON)
 	@touch $@
 
-$(BUILT): $(INSTALLED) $(SOURCES)
+# Built anew when the torch of that Python is not the one it was built with: after an upgrade, or for another VENV.
+.PHONY: FORCE
+$(BUILT): $(INSTALLED) $(SOURCES) $(if $(wildcard $(BUILT)),$(shell tools/setup.sh current $(PY) || echo FORCE))
 	tools/setup.sh build $(PY)
 	@mkdir -p $(@D)
 	@touch $@
@@ -93,4 +103,4 @@ bench-docs: $(BUILT) # bench/results/*.json -> docs/benchmarks.md and its figure
 	$(PY) -m bench render
 
 clean: # what was built; runs/ and the environment stay
-	rm -rf build *.egg-info megacore/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf build *.egg-info megacore/*.so megacore/_C*.json .pytest_cache .ruff_cache .hypothesis
