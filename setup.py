@@ -7,8 +7,8 @@ whatever its file name is in this wheel, so there is one pool of threads and not
 csrc/cuda is added where torch is a CUDA build and nvcc is found; no GPU is needed. docs/building.md has the details.
 
 torch has no stable C++ interface: an extension loads beside the release it was built with. So the wheel requires that
-release, and a .json beside the extension says which it is to whoever imports megacore beside another one. Without torch only
-an sdist can be made; tools/backend.py finds the torch of the Python that pip installs into.
+release, and a .json beside the extension says which it is to whoever imports megacore beside another one. Without torch
+only an sdist can be made; tools/backend.py finds the torch of the Python that pip installs into.
 """
 
 import importlib.metadata
@@ -38,8 +38,9 @@ def cuda_home() -> str | None:
 if "CUDA_HOME" not in os.environ and (found := cuda_home()):
     os.environ["CUDA_HOME"] = found  # before cpp_extension is imported, which reads it once
 
-from setuptools import Command, Extension, find_packages, setup  # noqa: E402
+from setuptools import Extension, find_packages, setup  # noqa: E402
 from setuptools.command.build import build  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
 
 try:
     import torch
@@ -102,11 +103,8 @@ if torch:
 
 else:
 
-    class BuildExt(Command):
+    class BuildExt(build_ext):
         """No extension without torch: a wheel that cannot be imported is none."""
-
-        user_options = []
-        initialize_options = finalize_options = lambda self: None
 
         def run(self) -> None:
             raise SystemExit(f"setup.py: no torch for {sys.executable} to build against; install torch>=2.11 first")
@@ -145,8 +143,8 @@ def check_nvcc() -> None:
     found = re.search(r"release (\d+)", said)
     if found and found[1] != torch.version.cuda.split(".")[0]:
         raise SystemExit(
-            f"setup.py: nvcc of {CUDA_HOME} is CUDA {found[1]}, torch {torch.__version__} is CUDA {torch.version.cuda}; "
-            "put the nvcc of torch's CUDA first in PATH, or build without CUDA kernels: MEGACORE_CUDA=0"
+            f"setup.py: nvcc of {CUDA_HOME} is CUDA {found[1]}, torch's is {torch.version.cuda}; put the nvcc of that first "
+            "in PATH, or build without CUDA kernels: MEGACORE_CUDA=0"
         )
 
 

@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _usage() -> str:
     rows = "\n".join(f"  {name:8}  {function.__doc__}" for name, function in COMMANDS.items())
-    return f"megacore COMMAND ...\n\n{rows}\n\nmegacore COMMAND --help names the options; megacore --version what is installed."
+    return f"megacore COMMAND ...\n\n{rows}\n\nmegacore COMMAND --help names the options; --version what is installed."
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

@@ -59,9 +59,9 @@ def reach_torch() -> None:
         importlib.invalidate_caches()
     if importlib.util.find_spec("torch") is None:
         raise SystemExit(
-            f"megacore: {NEEDS}, and {sys.executable} has none. Install torch>=2.11 there, then `pip install .` again. "
-            "uv and python -m build hide an installed torch: pass --no-build-isolation (build: --no-isolation) in an "
-            "environment with torch, setuptools>=77 and ninja"
+            f"{NEEDS}, and {sys.executable} has none; install torch>=2.11 there, then `pip install .` again. uv and "
+            "python -m build hide an installed torch: in an environment with torch, setuptools>=77 and ninja run "
+            "`uv pip install --no-build-isolation .` or `python -m build --no-isolation`"
         )
     try:
         version = importlib.metadata.version("torch")
