@@ -143,7 +143,7 @@ def check_nvcc() -> None:
     found = re.search(r"release (\d+)", said)
     if found and found[1] != torch.version.cuda.split(".")[0]:
         raise SystemExit(
-            f"setup.py: nvcc of {CUDA_HOME} is CUDA {found[1]}, torch's is {torch.version.cuda}; put the nvcc of that first "
+            f"setup.py: nvcc of {CUDA_HOME} is CUDA {found[1]}, torch's is {torch.version.cuda}; put that nvcc first "
             "in PATH, or build without CUDA kernels: MEGACORE_CUDA=0"
         )
 

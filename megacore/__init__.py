@@ -18,12 +18,12 @@ def __getattr__(name: str) -> object:
     if name == "verify":  # on demand: it stands on everything else
         from importlib import import_module
 
-        from megacore.installation import extra_of, lacks
+        from megacore.installation import lacks, missing
 
         try:
             return import_module("megacore.verify")
         except ModuleNotFoundError as error:
-            if extra_of(error.name) != "train":
+            if not (names := missing("train")):
                 raise
-            raise ImportError(lacks("megacore.verify", "train", [error.name])) from error
+            raise ImportError(lacks("megacore.verify", "train", names)) from error
     raise AttributeError(f"module 'megacore' has no attribute {name!r}")

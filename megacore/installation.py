@@ -90,12 +90,6 @@ def lacks(what: str, extra: str, names: Iterable[str]) -> str:
     )
 
 
-def extra_of(module: str | None) -> str | None:
-    """The extra that brings a module; None for one that none brings."""
-    name = (module or "").partition(".")[0]
-    return next((extra for extra, names in EXTRAS.items() if name in names), None)
-
-
 def example_config() -> Path:
     """The configuration that messages name: in the package, or beside it in a checkout."""
     folder = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
