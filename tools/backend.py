@@ -44,7 +44,7 @@ build_sdist = build_meta.build_sdist
 
 def outside(python: str) -> list[str]:
     """The folders that `python` finds modules in outside this build, torch's first; none where it finds no torch."""
-    added = ()  # by pip, for the isolated build
+    added = ("PYTHONPATH", "PYTHONNOUSERSITE")  # by pip, for the isolated build
     clean = {name: value for name, value in os.environ.items() if name not in added}
     # from this folder, where no module has the name of one of torch's
     found = subprocess.run([python, "-c", LOOK], env=clean, cwd=Path(__file__).parent, capture_output=True, text=True)

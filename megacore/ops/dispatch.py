@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+import rich
 from torch import Tensor
 
 IMPLEMENTATIONS = ("cpp", "triton", "reference")
