@@ -176,7 +176,7 @@ def test_resumed_in_another_layout_losses_agree(pool, tmp_path):
 def _wrong_count(sizes, told):
     """MB-43: (what each way of telling the number said, whether anything moved, the loss of a right step)."""
     step = build(TOY, sizes)
-    whole = batch(4, TOY, masked={})
+    whole = batch(4, TOY, masked=())
     mine, before = share(whole, step.mesh), {n: p.detach().clone() for n, p in step.params.items()}
     said = []
     for call in (lambda v: step.step(mine, v, OPTIM.lr), lambda v: step.evaluate(mine, v)):
@@ -215,14 +215,12 @@ def test_a_wrong_number_of_targets_is_refused_on_every_rank_before_anything_move
 
 @pytest.mark.parametrize("valid", [-5, 1.5, True, float("nan")])
 def test_a_number_of_targets_that_is_none_is_refused(valid):
-    step, whole = build(TOY, {}), batch(4, TOY, masked={})
+    step, whole = build(TOY, {}), batch(4, TOY, masked=())
     with pytest.raises(ValueError, match="valid="):
         step.step(share(whole, step.mesh), valid, OPTIM.lr)
 
 
 def test_the_step_counts_by_itself():
-    losses = [
-        build(TOY, {}).step(share(batch(4, TOY, masked={}), Mesh()), v, OPTIM.lr).loss
-        for v in (None, 4 * TOY.seq_length)
-    ]
+    whole = batch(4, TOY)
+    losses = [build(TOY, {}).step(share(whole, Mesh()), told, OPTIM.lr).loss for told in (None, whole.valid)]
     assert losses[0] == losses[1]
