@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
-import rich
 from torch import Tensor
 
 IMPLEMENTATIONS = ("cpp", "triton", "reference")
