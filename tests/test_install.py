@@ -146,6 +146,8 @@ def hook(code: str, site: Path, executable: str = PYTHON) -> subprocess.Complete
     for entry in [packages / "setuptools", packages / "_distutils_hack", *packages.glob("setuptools-*.dist-info")]:
         if not (site / entry.name).exists():
             (site / entry.name).symlink_to(entry)
+    # pip's own way to hide the rest, which must not hold outside the build
+    (site / "sitecustomize.py").write_text("import sys\nsys.path = [p for p in sys.path if 'site-packages' not in p]\n")
     begin = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); sys.executable = {executable!r}; import backend; "
     )
