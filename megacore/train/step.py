@@ -175,6 +175,11 @@ class TrainStep:
         self.stage.eval()
         return self._over_world(self.executor.evaluate(microbatches, self._loss(valid)), microbatches, valid)
 
+    def probe(self, microbatches: Sequence[MicroBatch]) -> float:
+        """Loss of the first micro-batch of every replica, as `evaluate` gives it: are the weights still good for
+        anything? Cost: a forward of one micro-batch."""
+        return self.evaluate(microbatches[:1], None)
+
     def _live(self, microbatches: int) -> int:
         """How many losses of the last stage wait for their backward at once: 1 with 1f1b, all with gpipe."""
         if microbatches not in self._lives:
