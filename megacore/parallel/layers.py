@@ -22,6 +22,7 @@ from megacore.comm.mesh import Group
 from megacore.ops import linear, linear_gelu
 from megacore.ops.linear_parts import widens
 from megacore.parallel.materialize import Init, draw
+from megacore.parallel.plain import check_heir, check_linear, inherit, reborn
 from megacore.parallel.record import ParamRecord, Placement, Range, along, unit_range, whole
 
 Pieces = tuple[tuple[Range, bool], ...]  # what one rank holds of the split dimension, and whether as first holder
@@ -64,9 +65,9 @@ class Sharded(nn.Module):
         for key, placed in self.placements().items():
             old, new = getattr(plain, key), getattr(self, key)
             rec = ParamRecord(key, placed.shape, tuple(new.shape), placed.boxes)
-            local = new.data if old.is_meta else rec.slice_full(old.data)
-            setattr(self, key, nn.Parameter(local, requires_grad=old.requires_grad))
-        self.train(plain.training)
+            local = torch.empty_like(new, dtype=old.dtype) if old.is_meta else rec.slice_full(old.data)
+            setattr(self, key, reborn(old, local))
+        inherit(self, plain)
 
 
 def checked(group: Group) -> Group:
@@ -183,11 +184,20 @@ class ColumnParallelLinear(Sharded):
         return y if self._order is None else y[..., self._order]
 
     @classmethod
-    def from_linear(cls, linear: nn.Module, group: Group, **options) -> ColumnParallelLinear:
-        """This rank's columns of a plain nn.Linear (or Conv1D with transposed=True); a meta layer gives a meta
-        layer."""
-        n, k = linear.weight.shape[::-1] if options.get("transposed") else linear.weight.shape
+    def like(cls, linear: nn.Module, group: Group, **options) -> ColumnParallelLinear:
+        """This rank's columns of a plain nn.Linear (or Conv1D with transposed=True), on the meta device: the shape of
+        what `from_linear` gives. ValueError for a module that is more than that."""
+        transposed = bool(options.get("transposed"))
+        check_linear(linear, transposed)
+        n, k = linear.weight.shape[::-1] if transposed else linear.weight.shape
         made = cls(k, n, linear.bias is not None, group=group, device="meta", dtype=linear.weight.dtype, **options)
+        check_heir(made, linear)
+        return made
+
+    @classmethod
+    def from_linear(cls, linear: nn.Module, group: Group, **options) -> ColumnParallelLinear:
+        """`like`, with this rank's share of the weights; a meta layer gives a meta layer."""
+        made = cls.like(linear, group, **options)
         made._adopt(linear)
         return made
 
@@ -259,10 +269,20 @@ class RowParallelLinear(Sharded):
         return y if self.bias is None else y + self.bias
 
     @classmethod
-    def from_linear(cls, linear: nn.Module, group: Group, **options) -> RowParallelLinear:
-        """This rank's inputs of a plain nn.Linear (or Conv1D with transposed=True); a meta layer gives a meta layer."""
-        n, k = linear.weight.shape[::-1] if options.get("transposed") else linear.weight.shape
+    def like(cls, linear: nn.Module, group: Group, **options) -> RowParallelLinear:
+        """This rank's inputs of a plain nn.Linear (or Conv1D with transposed=True), on the meta device: the shape of
+        what `from_linear` gives. ValueError for a module that is more than that."""
+        transposed = bool(options.get("transposed"))
+        check_linear(linear, transposed)
+        n, k = linear.weight.shape[::-1] if transposed else linear.weight.shape
         made = cls(k, n, linear.bias is not None, group=group, device="meta", dtype=linear.weight.dtype, **options)
+        check_heir(made, linear)
+        return made
+
+    @classmethod
+    def from_linear(cls, linear: nn.Module, group: Group, **options) -> RowParallelLinear:
+        """`like`, with this rank's share of the weights; a meta layer gives a meta layer."""
+        made = cls.like(linear, group, **options)
         made._adopt(linear)
         return made
 
