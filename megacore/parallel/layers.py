@@ -33,6 +33,8 @@ def even_pieces(size: int, group: Group, units: int | None = None) -> tuple[Piec
     units = size if units is None else units
     if size % units:
         raise ValueError(f"size={size} does not divide into units={units}; units must divide it")
+    if group.size > units != size:
+        raise ValueError(f"tp={group.size} is more than units={units}: some rank has none; choose a smaller tp")
     return tuple(((unit_range(units, group.size, i, size // units), True),) for i in range(group.size))
 
 

@@ -89,23 +89,28 @@ def _wrapped(module: nn.Module) -> str:
     return "give the row the style of this module, or leave it out of the table"
 
 
-def more_than(module: nn.Module, base: type[nn.Module]) -> Iterator[str]:
+def more_than(module: nn.Module, base: type[nn.Module] | tuple) -> Iterator[str]:
     """What `module` has beyond `base`: "<what>; <remedy>", most telling first."""
+    bare = base in (nn.Dropout, nn.Identity)
+    plain = () if bare else ("weight",) if base is nn.Embedding else ("weight", "bias")
+    params = {name: p for name, p in module._parameters.items() if p is not None}
+    if any(isinstance(p, nn.parameter.UninitializedTensorMixin) for p in params.values()):
+        yield "its weight has no shape yet; run the model once, or give the layer its sizes"
     yield from _reshaped(module)
-    plain = ("weight", "bias")
-    for kind, held in (("parameter", module._parameters), ("buffer", module._buffers), ("submodule", module._modules)):
-        for name, value in held.items():
-            if value is not None and not (kind == "parameter" and name in plain):
-                yield f"it has the {kind} {name}, which a split would lose; fold it into the weight, or write a style"
-    for held, what in HOOKS.items():
-        for hook in (getattr(module, held, None) or {}).values():
+    held = {"parameter": [name for name in params if name not in plain]}
+    held |= {"buffer": [*module._buffers], "submodule": [*module._modules]}
+    for kind, names in held.items():
+        for name in names:
+            yield f"it has the {kind} {name}, which a split would lose; fold it into the weight, or write a style"
+    for dictionary, what in HOOKS.items():
+        for hook in (getattr(module, dictionary, None) or {}).values():
             yield f"it has a {what} ({_called(hook)}); remove it, and register it on what parallelize puts there"
     yield from _overrides(module, base)
-    for name in plain:
-        if name in module._parameters and module._parameters[name] is not None:
-            yield from _unlike(name, module._parameters[name])
-    if base is not nn.Dropout and module._parameters.get("weight") is None:
+    if not bare and "weight" not in params:
         yield "its weight is no parameter; give it an nn.Parameter"
+    for name in plain:
+        if name in params:
+            yield from _unlike(name, params[name])
 
 
 def _reshaped(module: nn.Module) -> Iterator[str]:
@@ -150,9 +155,7 @@ def _overrides(module: nn.Module, base: type[nn.Module]) -> Iterator[str]:
 
 def _unlike(name: str, param: Tensor) -> Iterator[str]:
     """What a parameter has that a piece cut from it would not have."""
-    if isinstance(param, nn.parameter.UninitializedTensorMixin):
-        yield f"its {name} has no shape yet; run the model once, or give the layer its sizes"
-    elif type(param) is not nn.Parameter or type(param.data) is not Tensor:
+    if type(param) is not nn.Parameter or type(param.data) is not Tensor:
         kind = type(param.data) if type(param) is nn.Parameter else type(param)
         yield f"its {name} is a {kind.__name__}, no plain tensor; parallelize first, then convert"
     elif param.layout != torch.strided or param.dtype not in DTYPES:
