@@ -1,8 +1,9 @@
 """What the tests of styles share: a small net by formula, meshes without processes, and a run at a layout against the
 unsplit model."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -81,3 +82,23 @@ def same_as_unsplit(pool, tp, change, table):
         if p.grad is not None:
             total = sum(grads[name] for _, grads, _, _ in answers)
             torch.testing.assert_close(total, p.grad, rtol=1e-12, atol=1e-13, msg=name)
+
+
+def refused(words, table, tp=2, change=None, **settings):
+    for index in range(tp):
+        model = net(change)
+        before = dict(model.named_modules(remove_duplicate=False))
+        with pytest.raises(ValueError, match=words) as caught:
+            parallelize(model, rank(tp, index), Plan(table, **{"vocab_size": 12} | settings))
+        assert "\n" not in str(caught.value)
+        assert dict(model.named_modules(remove_duplicate=False)) == before
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A style of a user's own: the module stays, or another takes its place."""
+
+    made: nn.Module | None = None
+
+    def apply(self, module, site):
+        return self.made or module
