@@ -268,7 +268,8 @@ class RowParallelLinear(Sharded):
         )
         if self.skip_bias_add:
             return y, self.bias
-        return y if self.bias is None else y + self.bias
+        # under autocast y has its dtype and the bias its own: as in F.linear, the result has that of y
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     @classmethod
     def like(cls, linear: nn.Module, group: Group, **options) -> RowParallelLinear:

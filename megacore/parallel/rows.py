@@ -12,7 +12,7 @@ from torch import nn
 
 from megacore.parallel.layers import Sharded
 
-WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ def places(model: nn.Module, table: Mapping[str, object]) -> list[Place]:
         names.setdefault(id(module), []).append(name)
     taken: dict[int, Place] = {}
     for row, style in table.items():
-        wanted = re.compile(re.escape(row).replace(r"\*", "[^.]+"))
-        found = [name for name in modules if wanted.fullmatch(name)]
+        found = _matches(row, modules)
         if not found:
             raise ValueError(f"plan row {row!r} matches no module of {type(model).__name__}; see model.named_modules()")
         for name in found:
@@ -67,6 +66,13 @@ def places(model: nn.Module, table: Mapping[str, object]) -> list[Place]:
                 raise place.error(reason)
             taken.setdefault(id(module), place)
     return list(taken.values())
+
+
+def _matches(row: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    if "*" not in row:
+        return [row] if row in modules else []
+    wanted = re.compile(re.escape(row).replace(r"\*", "[^.]+"))
+    return [name for name in modules if wanted.fullmatch(name)]
 
 
 def _check_once(place: Place, other: Place | None) -> None:
@@ -99,8 +105,8 @@ def _immovable(place: Place, modules: Mapping[str, nn.Module]) -> Iterator[str]:
                 "write the layer with modules of its own"
             )
         for outer in above:
-            if type(outer).__name__ in WRAPPERS:
-                yield f"the model is wrapped in {type(outer).__name__} already; parallelize first, then wrap"
+            if wrapper := WRAPPERS & {cls.__name__ for cls in type(outer).__mro__}:
+                yield f"the model is wrapped in {', '.join(wrapper)} already; parallelize first, then wrap"
             if isinstance(outer, torch.jit.ScriptModule):
                 yield "the model is scripted already; parallelize first"
 

@@ -19,7 +19,7 @@ from megacore.parallel.head import VocabHead
 from megacore.parallel.heads import check_counts, kv_pieces, qkv_pieces, query_pieces
 from megacore.parallel.layers import ColumnParallelLinear, Pieces, RowParallelLinear, Sharded, even_pieces
 from megacore.parallel.pairs import Flow
-from megacore.parallel.plain import check_dropout, check_linear, inherit
+from megacore.parallel.plain import check_dropout, check_heir, check_linear, inherit
 from megacore.parallel.plan import Site
 from megacore.parallel.random import Dropout
 from megacore.parallel.record import head_pieces
@@ -285,7 +285,11 @@ class KeyedDropout(Swap):
 
     def shell(self, module: nn.Module, site: Site) -> nn.Module:
         check_dropout(module)
-        return module if module.p == 0 else Dropout(module.p, site.streams, site.name)
+        if module.p == 0:
+            return module
+        made = Dropout(module.p, site.streams, site.name)
+        check_heir(made, module)
+        return made
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""MB-49 for the other styles: embeddings that scale, memory that is shared, dropouts of other kinds, activations that are
-not the GeLU which a Column computes."""
+"""MB-49 for the other styles: embeddings that scale, memory that is shared, dropouts of other kinds, activations
+that are not the GeLU which a Column computes."""
 
 import math
 
