@@ -3,6 +3,7 @@ Nothing is changed here."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def places(model: nn.Module, table: Mapping[str, object]) -> list[Place]:
     for row, style in table.items():
         found = _matches(row, modules)
         if not found:
-            raise ValueError(f"plan row {row!r} matches no module of {type(model).__name__}; see model.named_modules()")
+            raise ValueError(f"plan row {row!r} matches no module of {type(model).__name__}; {_near(row, modules)}")
         for name in found:
             module = modules[name]
             place = Place(row, style, module, name, tuple(names[id(module)]))
@@ -73,6 +74,13 @@ def _matches(row: str, modules: Mapping[str, nn.Module]) -> list[str]:
         return [row] if row in modules else []
     wanted = re.compile(re.escape(row).replace(r"\*", "[^.]+"))
     return [name for name in modules if wanted.fullmatch(name)]
+
+
+def _near(row: str, modules: Mapping[str, nn.Module]) -> str:
+    """What the author may have meant; only what is near is worth a line."""
+    patterns = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules if name))
+    near = difflib.get_close_matches(row, [*modules, *patterns], 1, 0.8)
+    return f"did you mean {near[0]!r}?" if near else "see model.named_modules()"
 
 
 def _check_once(place: Place, other: Place | None) -> None:

@@ -27,6 +27,21 @@ def test_what_is_no_table(table, words):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ("inside.a.ups", r"did you mean 'inside\.a\.up'\?"),
+        ("zebra", r"see model.named_modules\(\)"),
+        ("blocks.*.up ", r"did you mean 'blocks\.\*\.up'\?"),
+    ],
+)
+def test_a_row_that_matches_nothing_offers_what_is_near(row, words):
+    block = nn.ModuleDict({"up": nn.Linear(8, 12)})
+    model = nn.ModuleDict({"inside": nn.ModuleDict({"a": block}), "blocks": nn.ModuleList([block])})
+    with pytest.raises(ValueError, match=f"plan row .* matches no module of ModuleDict; {words}"):
+        parallelize(model, Mesh(), Plan({row: Column()}, vocab_size=12))
+
+
 def test_a_table_that_changed_since_is_read_again():
     table = dict(TABLE)
     plan = Plan(table, vocab_size=12)
