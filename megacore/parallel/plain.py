@@ -28,7 +28,8 @@ BARE = frozenset(vars(nn.Module()))
 # what the plain modules and their parallel forms both have, with one meaning
 LINEAR, TABLE = ("in_features", "out_features", "weight", "bias"), ("num_embeddings", "embedding_dim", "padding_idx")
 OWN = frozenset((*LINEAR, *TABLE, "p", "inplace"))
-HARMLESS = frozenset({"__init__", "__repr__", "extra_repr", "reset_parameters", "__annotate__", "__annotate_func__"})
+INTERNAL = ("__dict__", "__weakref__", "__annotate__", "__annotate_func__")
+HARMLESS = frozenset(("__init__", "__repr__", "extra_repr", "reset_parameters", *INTERNAL))
 DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -140,17 +141,23 @@ def _overrides(module: nn.Module, base: type[nn.Module]) -> Iterator[str]:
             yield f"its {name} was replaced on the instance ({_called(value)}); {remedy}"
     if getattr(module, "_compiled_call_impl", None) is not None:
         yield "it is compiled; parallelize first, then compile"
+    if not base.forward.__module__.startswith(("torch.", "transformers.")):
+        yield f"{base.__name__}.forward itself was replaced ({_called(base.forward)}); parallelize without that patch"
     for cls in type(module).__mro__:
         if cls in base.__mro__:
             continue
         for name, value in vars(cls).items():
-            acts = callable(value) or isinstance(value, (property, classmethod, staticmethod))
-            if not acts or name in HARMLESS:
+            if not _acts(value) or name in HARMLESS:
                 continue
             if hasattr(base, name):
                 yield f"{cls.__name__} has a {name} of its own; {remedy}"
             elif not name.startswith("_"):
                 yield f"{cls.__name__} adds {name}; {remedy}"
+
+
+def _acts(value: object) -> bool:
+    """Whether an attribute of a class is more than data: a method, a property or another descriptor."""
+    return callable(value) or hasattr(type(value), "__get__")
 
 
 def _unlike(name: str, param: Tensor) -> Iterator[str]:
@@ -200,6 +207,5 @@ def set_on(module: nn.Module) -> dict[str, object]:
     found: dict[str, object] = {}
     for cls in reversed(type(module).__mro__):
         if cls.__module__.partition(".")[0] not in ("torch", "transformers", "builtins"):
-            data = {k: v for k, v in vars(cls).items() if not k.startswith("__") and not callable(v)}
-            found |= {k: v for k, v in data.items() if not isinstance(v, (property, classmethod, staticmethod))}
+            found |= {k: v for k, v in vars(cls).items() if not k.startswith("__") and not _acts(v)}
     return {name: value for name, value in (found | vars(module)).items() if name not in BARE}

@@ -1,8 +1,11 @@
 """MB-49: a module that looks like the one a style expects, and is more. The same output and gradients as the unsplit
 model, or a ValueError that names the row, the module and what it has; never a silent change."""
 
+from functools import cached_property
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -41,6 +44,21 @@ class Clipped(nn.Linear):
 class Merging(nn.Linear):
     def merge(self):
         return self.weight * 2
+
+
+class Cached(nn.Linear):
+    @cached_property
+    def norm(self):
+        return self.weight.norm()
+
+
+class Doubling:
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Mixed(Doubling, nn.Linear):
+    pass
 
 
 class Noisy(nn.Linear):
@@ -119,6 +137,8 @@ REFUSED = {
     "subclass that scales": (typed(Scaled), "Scaled has a forward of its own"),
     "subclass with its own call": (typed(Called), "Called has a __call__ of its own"),
     "weight is a property": (on(lambda m: setattr(m, "__class__", Clipped)), "adds weight"),
+    "forward of a mixin": (typed(Mixed), "Doubling has a forward of its own"),
+    "cached property": (typed(Cached), "adds norm"),
     "method of its own": (typed(Merging), "adds merge"),
     "extra buffer": (typed(Noisy), "the buffer noise"),
     "extra submodule": (typed(Adapted), "the submodule adapter"),
@@ -211,6 +231,12 @@ def test_every_style_of_a_linear_refuses_it(style):
     for change, words in (REFUSED["subclass that scales"], REFUSED["forward hook"], REFUSED["pruned"]):
         with pytest.raises(ValueError, match=words):
             parallelize(net(change), Mesh(), Plan({"up": KINDS[style]}, vocab_size=12))
+
+
+def test_a_patch_of_torchs_own_class_is_seen(monkeypatch):
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * F.linear(x, self.weight, self.bias))
+    with pytest.raises(ValueError, match="Linear.forward itself was replaced"):
+        parallelize(net(), Mesh(), Plan(TABLE, vocab_size=12))
 
 
 def test_a_layer_made_directly_refuses_it_too():
