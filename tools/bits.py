@@ -18,7 +18,12 @@ import torch
 from megacore import _C
 
 DEEPEST = ["tests/ops", "tests/parallel", "tests/pipeline", "tests/models", "tests/train", "tests/comm"]
-QUICK = ["--deselect=tests/ops/test_linear_cuda.py", "--ignore=tests/triton_kernels", "-k", "not interpreter and not compile"]
+QUICK = [
+    "--deselect=tests/ops/test_linear_cuda.py",
+    "--ignore=tests/triton_kernels",
+    "-k",
+    "not interpreter and not compile",
+]
 
 
 def row(mkl: str, onednn: str, aten: str, *ours: str) -> tuple[dict[str, str], tuple[str, ...]]:
