@@ -30,7 +30,8 @@ def choose(path: str, own: bool) -> None:
     """In this process. UsageError where the machine cannot."""
     if not _C.set_cpu_path(path):
         raise pytest.UsageError(f"--cpu-path={path}: this machine has no such instructions")
-    _C.set_own_product(True if own else None)
+    if own:
+        _C.set_own_product(True)
 
 
 def mark(items: list[pytest.Item]) -> None:
