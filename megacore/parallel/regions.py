@@ -64,11 +64,11 @@ def guard(model: nn.Module, group: Group, rows: Mapping[str, list[Style]]) -> No
 
 
 def _whole(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
-    """(name in the module, full name) of its own parameters that no style has split."""
-    cut = module.placements() if hasattr(module, "placements") else {}
-    return (
-        (leaf, f"{name}.{leaf}".lstrip(".")) for leaf, _ in module.named_parameters(recurse=False) if leaf not in cut
-    )
+    """(name in the module, full name) of its own parameters that no style has split; a Row's bias is one of them."""
+    placed = module.placements() if hasattr(module, "placements") else {}
+    split = {leaf for leaf, p in placed.items() if p.shared or [box.shape for box in p.boxes] != [p.shape]}
+    own = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+    return ((leaf, f"{name}.{leaf}".lstrip(".")) for leaf in own if leaf not in split)
 
 
 def _covered(model: nn.Module, rows: Mapping[str, list[Style]], kind: type = OfParameters) -> Iterator[str]:

@@ -46,6 +46,7 @@ def serial(kind):
 
 def on_ranks(kind, tp, rows=None):
     mesh = Mesh.build(Layout(tp=tp))
+    torch.distributed.barrier()  # a rank that refuses at once must not leave while the other still connects
     try:
         model = build(kind)
         parallelize(model, mesh, partial_models.plan(MENDED[kind] if rows is None else rows))
