@@ -21,7 +21,9 @@ FLOORS = (
     ("models",),
     ("train", "plan"),
     ("subject",),  # what verify runs,
-    ("serial", "compare"),  # and with what it compares
+    ("probe",),  # whether that can be compared at all,
+    ("serial", "compare"),  # with what it compares,
+    ("judge",),  # and step by step where a trajectory left the other
     ("verify",),
     ("cli",),
 )

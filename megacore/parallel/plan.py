@@ -28,6 +28,7 @@ from megacore.comm.mesh import Group, Mesh
 from megacore.parallel.batch import MicroBatch
 from megacore.parallel.pairs import check_gelus, check_pairs
 from megacore.parallel.random import Streams
+from megacore.parallel.regions import guard
 from megacore.parallel.rows import Place, check_apart, check_table, places
 from megacore.parallel.ties import check_memory, check_ties, tie, tied_names
 
@@ -88,7 +89,8 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, streams: Streams | Non
     with them, run the model inside `with streams.at(batch):`. No communication.
 
     Raises ValueError, and leaves the model as it was, for a row that matches nothing, a module that is more than its
-    style reproduces (see plain.py), rows that lack their partner (pairs.py), and sizes that cannot be split.
+    style reproduces (see plain.py), rows that lack their partner (pairs.py), and sizes that cannot be split. Raises
+    ValueError, with the model split already, for a whole parameter among split columns (regions.py).
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"plan is a {type(plan).__name__}, wanted a Plan; give Plan(table, vocab_size=...)")
@@ -114,6 +116,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, streams: Streams | Non
     for first, *others in tied:
         for other in others:
             tie(model, first, other)
+    guard(model, mesh.tp, {name: [p.style] for p in found for name in p.names})
     return model
 
 
