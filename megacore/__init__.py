@@ -9,7 +9,8 @@ try:
 except ImportError as error:
     raise ImportError(f"megacore._C cannot be loaded ({error}); build it with `make build`") from error
 
-__all__ = ["_C", "__version__", "verify"]
+__all__ = ["_C", "__version__", "clip_grad_norm_", "full_state_dict", "verify"]
+_LAZY = {"clip_grad_norm_": "megacore.parallel.clip", "full_state_dict": "megacore.parallel.state"}
 
 
 def __getattr__(name: str) -> object:
@@ -17,4 +18,8 @@ def __getattr__(name: str) -> object:
         from importlib import import_module
 
         return import_module("megacore.verify")
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'megacore' has no attribute {name!r}")

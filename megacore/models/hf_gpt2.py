@@ -21,8 +21,8 @@ GELU = {
 }  # their names -> torch's forms
 
 
-def plan(model: nn.Module) -> Plan:
-    """Plan of a GPT2LMHeadModel, sizes from its config. Raises ValueError for what cannot be served: cross-attention,
+def plan(model: nn.Module, gather: bool = False) -> Plan:
+    """Plan of a GPT2LMHeadModel, sizes from its config; gather: as Head(gather=True). Raises ValueError for what cannot be served: cross-attention,
     and attn_pdrop > 0, which the model draws inside its attention from a generator that depends on the layout."""
     config = model.config
     if config.attn_pdrop > 0:
@@ -47,7 +47,7 @@ def plan(model: nn.Module) -> Plan:
         **mlp,
         "transformer.h.*.mlp.c_proj": Row(transposed=True),
         "transformer.h.*.mlp.dropout": KeyedDropout(),
-        "lm_head": Head(),
+        "lm_head": Head(gather),
     }
     return Plan(table, config.vocab_size, links, gives_up_logits=True)
 

@@ -29,6 +29,7 @@ from megacore.comm.mesh import Group, Mesh
 from megacore.parallel.batch import MicroBatch
 from megacore.parallel.layers import Sharded
 from megacore.parallel.random import Streams
+from megacore.parallel.whole import guard_whole
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, streams: Streams | Non
     for first, *others in tied:
         for other in others:
             _tie(model, first, other)
+    guard_whole(model, mesh)
     return model
 
 

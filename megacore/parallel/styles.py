@@ -130,13 +130,17 @@ class Vocab:
 
 @dataclass(frozen=True)
 class Head:
-    """The output nn.Linear -> VocabHead, column-parallel by vocabulary, as the embedding is; logits are never
-    gathered."""
+    """The output nn.Linear -> VocabHead, column-parallel by vocabulary, as the embedding is. gather=True: the model
+    gives logits of the whole vocabulary on every rank, for `generate`, `labels=` and losses that know no split (memory:
+    all logits, and one all-gather of them; training by TrainStep keeps them split all the same)."""
+
+    gather: bool = False
 
     def apply(self, module: nn.Module, site: Site) -> nn.Module:
         vocab, multiple, group = module.weight.shape[0], site.plan.vocab_multiple, site.group
         _, _, rows = vocab_range(vocab, group.size, group.index, multiple)
-        return VocabHead.from_linear(module, group, pieces=vocab_pieces(vocab, group, multiple), padded=rows)
+        pieces = vocab_pieces(vocab, group, multiple)
+        return VocabHead.from_linear(module, group, pieces=pieces, padded=rows, gather_output=self.gather)
 
 
 @dataclass(frozen=True)
