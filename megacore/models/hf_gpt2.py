@@ -22,8 +22,9 @@ GELU = {
 
 
 def plan(model: nn.Module, gather: bool = False) -> Plan:
-    """Plan of a GPT2LMHeadModel, sizes from its config; gather: as Head(gather=True). Raises ValueError for what cannot be served: cross-attention,
-    and attn_pdrop > 0, which the model draws inside its attention from a generator that depends on the layout."""
+    """Plan of a GPT2LMHeadModel, sizes from its config; gather: its row is Head(gather=True). Raises ValueError for
+    what cannot be served: cross-attention, and attn_pdrop > 0, which the model draws inside its attention from a
+    generator that depends on the layout."""
     config = model.config
     if config.attn_pdrop > 0:
         raise ValueError(

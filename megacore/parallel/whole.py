@@ -180,8 +180,8 @@ class _Wrapping:
 class _Replicas:
     """Before a forward: wrappers keep to replicas, and parameters that tp ranks hold alike are still alike.
 
-    Alike means bits, where sums have one order: on CPUs, and on GPUs with deterministic algorithms. Only a training
-    forward is looked at, and not one that is being compiled.
+    Alike means bits, where sums have one order: on CPUs, and on GPUs with deterministic algorithms. The first forward
+    is looked at (ranks may have built different weights), then training ones, and none that is being compiled.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -197,7 +197,7 @@ class _Replicas:
         if isinstance(model, FSDPModule):
             for pg in _fsdp_groups(model):
                 _check_replicas(pg, self.mesh, "FSDP")
-        elif model.training and torch.is_grad_enabled() and self.mesh.tp.pg is not None:
+        elif self.mesh.tp.pg is not None and (not self._seen or (model.training and torch.is_grad_enabled())):
             self._compare(model)
 
     @torch.no_grad()

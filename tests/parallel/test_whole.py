@@ -230,6 +230,23 @@ def test_torchs_own_clipping_is_found_at_the_next_forward(pool):
         assert "megacore.clip_grad_norm_" in third and "differs between tp ranks" in third
 
 
+def differently_built():
+    mesh = Mesh.build(Layout(tp=2))
+    model = Net()
+    with torch.no_grad():
+        model.o.bias.add_(mesh.rank)
+    parallelize(model.eval(), mesh, net_plan())
+    with torch.no_grad():
+        text = message(model, IDS)
+    mesh.destroy()
+    return text
+
+
+def test_ranks_that_built_different_weights_are_told_at_the_first_forward(pool):
+    for text in pool.run(differently_built, world=2):
+        assert text.startswith("o.bias (1 of") and "the same seed" in text
+
+
 def shards():
     mesh = Mesh.build(Layout(tp=2))
     model = parallelize(Net(), mesh, net_plan())
