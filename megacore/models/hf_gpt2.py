@@ -23,9 +23,10 @@ CAUSAL = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")  # causal w
 
 
 def plan(model: nn.Module, gather: bool = False) -> Plan:
-    """Plan of a GPT2LMHeadModel, one row a module, sizes from the modules; gather: its head is a Head(gather=True). Raises
-    ValueError for what cannot be served: cross-attention, dropout of attention probabilities, which the model draws from a generator that depends on the
-    layout, and attention that is not causal without a mask."""
+    """Plan of a GPT2LMHeadModel, one row a module, sizes from the modules; gather: that of the head is
+    Head(gather=True). Raises ValueError for what cannot be served: cross-attention, dropout of attention probabilities,
+    which the model draws from a generator that depends on the layout, and attention that is not causal without a
+    mask."""
     if not isinstance(getattr(getattr(model, "transformer", None), "h", None), nn.ModuleList) or not hasattr(
         model, "lm_head"
     ):

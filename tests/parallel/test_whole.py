@@ -13,9 +13,11 @@ from transformers import GPT2LMHeadModel
 
 import megacore
 from megacore.comm.mesh import Layout, Mesh
+from megacore.parallel.batch import MicroBatch
 from megacore.parallel.plan import Plan, parallelize
 from megacore.parallel.record import records
 from megacore.parallel.styles import Head, KvHeads, QueryHeads, Vocab
+from megacore.train.step import TrainStep
 from tests.models.test_hf_gpt2 import IDS, TARGETS, hf, hf_gpt2
 
 
@@ -245,6 +247,23 @@ def differently_built():
 def test_ranks_that_built_different_weights_are_told_at_the_first_forward(pool):
     for text in pool.run(differently_built, world=2):
         assert text.startswith("o.bias (1 of") and "the same seed" in text
+
+
+def trained(gather):
+    mesh = Mesh.build(Layout(tp=2))
+    whole = MicroBatch.of(IDS, TARGETS)
+    plan = net_plan(gather)
+    steps = TrainStep(Net, plan, mesh, precision="fp64", fused_loss=False)
+    losses = [steps.step([whole], whole.valid, 1e-2).loss for _ in range(3)]
+    mesh.destroy()
+    return losses
+
+
+def test_a_train_step_keeps_logits_split_whatever_the_row_says(pool):
+    want = F.cross_entropy(Net()(IDS).flatten(0, 1), TARGETS.flatten()).item()
+    split, gathered_row = pool.run(trained, False, world=2), pool.run(trained, True, world=2)
+    assert split == gathered_row
+    assert split[0][0] == pytest.approx(want, rel=1e-12)
 
 
 def shards():
