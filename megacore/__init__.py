@@ -11,7 +11,8 @@ except ImportError as error:
 
     raise ImportError(why_it_cannot_load(error, torch.__version__)) from error
 
-__all__ = ["_C", "__version__", "verify"]
+__all__ = ["_C", "__version__", "clip_grad_norm_", "full_state_dict", "verify"]
+_LAZY = {"clip_grad_norm_": "megacore.parallel.clip", "full_state_dict": "megacore.parallel.state"}
 
 
 def __getattr__(name: str) -> object:
@@ -26,4 +27,8 @@ def __getattr__(name: str) -> object:
             if not (names := missing("train")):
                 raise
             raise ImportError(lacks("megacore.verify", "train", names)) from error
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'megacore' has no attribute {name!r}")

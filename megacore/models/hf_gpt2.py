@@ -22,10 +22,11 @@ from megacore.parallel.styles import Column, Fused, Head, KeyedDropout, Qkv, Que
 CAUSAL = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")  # causal where _block says so
 
 
-def plan(model: nn.Module) -> Plan:
-    """Plan of a GPT2LMHeadModel, one row a module, sizes from the modules. Raises ValueError for what cannot be served:
-    cross-attention, dropout of attention probabilities, which the model draws from a generator that depends on the
-    layout, and attention that is not causal without a mask."""
+def plan(model: nn.Module, gather: bool = False) -> Plan:
+    """Plan of a GPT2LMHeadModel, one row a module, sizes from the modules; gather: that of the head is
+    Head(gather=True). Raises ValueError for what cannot be served: cross-attention, dropout of attention probabilities,
+    which the model draws from a generator that depends on the layout, and attention that is not causal without a
+    mask."""
     if not isinstance(getattr(getattr(model, "transformer", None), "h", None), nn.ModuleList) or not hasattr(
         model, "lm_head"
     ):
@@ -40,7 +41,7 @@ def plan(model: nn.Module) -> Plan:
     # read now, from the whole model: every rank must cut the pipeline at the same places
     blocks = [sum(p.numel() for p in block.parameters() if p.dim() > 1) for block in model.transformer.h]
     chain = partial(links, costs=[hidden, *blocks, hidden * vocab])
-    return Plan(table | {"lm_head": Head()}, vocab, chain, gives_up_logits=True)
+    return Plan(table | {"lm_head": Head(gather)}, vocab, chain, gives_up_logits=True)
 
 
 def _rows(name: str, block: nn.Module) -> dict[str, Style]:

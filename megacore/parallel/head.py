@@ -23,8 +23,9 @@ class Unprojected:
 
 
 class VocabHead(ColumnParallelLinear):
-    """y [..., V/t] = x weight^T + bias, the columns as VocabParallelEmbedding has its rows; inside `unprojected`, an
-    Unprojected instead."""
+    """y [..., V/t] = x weight^T + bias, the columns as VocabParallelEmbedding has its rows; with gather_output the true
+    columns of all ranks, y [..., V], in order, on every rank (each must go on to the same loss). Inside `unprojected`,
+    an Unprojected instead."""
 
     projects = True
 
@@ -32,6 +33,10 @@ class VocabHead(ColumnParallelLinear):
         if self.projects:
             return super().forward(x)
         return Unprojected(copy_to(x, self.group), self.weight, self.bias)
+
+    def _gather(self, y: Tensor) -> Tensor:
+        true = sum(stop - start for (start, stop), _ in self.pieces[self.group.index])  # padding stays here
+        return super()._gather(y[..., :true])
 
 
 def heads_of(model: nn.Module) -> list[VocabHead]:

@@ -62,6 +62,20 @@ class Sharded(nn.Module):
             rec = ParamRecord(f"{name}.{key}", placed.shape, tuple(param.shape), placed.boxes)
             param.copy_(draw(rec, init, seed))
 
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):  # whose shard it is: equal shapes do not tell
+            destination._metadata.setdefault(prefix[:-1], {})["shard"] = (self.group.index, self.group.size)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args) -> None:  # noqa: ANN001  as in the base
+        shard, mine = local_metadata.get("shard"), (self.group.index, self.group.size)
+        if shard is not None and tuple(shard) != mine:
+            args[-1].append(
+                f"{prefix[:-1]} is the shard of tp rank {shard[0]} of {shard[1]}, and this is rank {mine[0]} of "
+                f"{mine[1]}; load each rank's own file, or megacore.full_state_dict into the plain model"
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
     def _adopt(self, plain: nn.Module) -> None:
         """Take this rank's share of a plain layer's parameters, in their dtype and on their device."""
         for key, placed in self.placements().items():

@@ -31,6 +31,7 @@ from megacore.parallel.random import Streams
 from megacore.parallel.regions import guard
 from megacore.parallel.rows import Place, check_apart, check_table, places
 from megacore.parallel.ties import check_memory, check_ties, tie, tied_names
+from megacore.parallel.whole import guard_whole
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, streams: Streams | Non
         for other in others:
             tie(model, first, other)
     guard(model, mesh.tp, {name: [p.style] for p in found for name in p.names})
+    guard_whole(model, mesh)
     return model
 
 

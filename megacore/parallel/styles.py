@@ -214,8 +214,11 @@ class Vocab(Swap):
 
 @dataclass(frozen=True)
 class Head(Swap):
-    """The output nn.Linear -> VocabHead, column-parallel by vocabulary, as the embedding is; logits are never
-    gathered."""
+    """The output nn.Linear -> VocabHead, column-parallel by vocabulary, as the embedding is. gather=True: the model
+    gives logits of the whole vocabulary on every rank, for `generate`, `labels=` and losses that know no split (memory:
+    all logits, and one all-gather of them; training by TrainStep keeps them split all the same)."""
+
+    gather: bool = False
 
     def shell(self, module: nn.Module, site: Site) -> nn.Module:
         check_linear(module)
@@ -225,7 +228,8 @@ class Head(Swap):
                 f"it has {vocab} rows and plan.vocab_size is {site.plan.vocab_size}; give Plan(vocab_size={vocab})"
             )
         _, _, rows = vocab_range(vocab, group.size, group.index, multiple)
-        return VocabHead.like(module, group, pieces=vocab_pieces(vocab, group, multiple), padded=rows)
+        pieces = vocab_pieces(vocab, group, multiple)
+        return VocabHead.like(module, group, pieces=pieces, padded=rows, gather_output=self.gather)
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,8 @@ def build_stage(
         model = build()
     streams = getattr(model, "streams", None) or Streams(seed)
     parallelize(model, mesh, plan, streams)
+    for head in heads_of(model):
+        head.gather_output = False  # the loss takes logits as they are split
     heads = len(heads_of(model))
     if fused_loss and heads != 1:
         raise ValueError(
