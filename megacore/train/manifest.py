@@ -3,7 +3,8 @@
     {format, version, step, extra, files: {name: bytes},
      tensors: {name: {dtype, shape, chunks: [{offsets, sizes, file, key, blake2b}]}}, blake2b}
 
-The digest of a chunk is that of its bytes; the digest at the end is that of the rest of the content.
+The digest of a chunk is that of its bytes; the digest at the end is that of the rest of the content. What the content
+must be beside that, coverage.py says.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megacore.train.agreement import CheckpointError, reason
+from megacore.train.coverage import first_fault
 
 FORMAT, VERSION = "megacore checkpoint", 1
 METADATA = "metadata.json"
@@ -70,7 +72,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
         body = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"unfinished: {file} does not exist") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {reason(error)}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"wrong format: {file} does not say format={FORMAT!r}")
@@ -78,6 +80,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"wrong format: {file} has version={body.get('version')!r}, this code reads {VERSION}")
     if body.get("blake2b") != _seal(body):
         raise CheckpointError(f"corrupt: {file} does not match its checksum")
+    if fault := first_fault(body):
+        raise CheckpointError(f"corrupt: {file}: {fault}; take another checkpoint, or save this one again")
     return body
 
 
