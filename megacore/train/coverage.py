@@ -1,6 +1,6 @@
-"""Whether metadata.json says where every element of every tensor lies: exactly one chunk each, inside the tensor, inside
-a file of the checkpoint. A digest proves that nobody changed the text, not that whoever wrote it was right; a tensor
-with a gap would be left as the memory was found.
+"""Whether metadata.json says where every element of every tensor lies: exactly one chunk each, inside the tensor,
+inside a file of the checkpoint. A digest proves that nobody changed the text, not that whoever wrote it was right; a
+tensor with a gap would be left as the memory was found.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Range = tuple[tuple[int, int], ...]  # [start, stop) along each dimension
 
 LARGEST = 2**63  # sizes and offsets are int64 everywhere
 CHUNK = {"offsets", "sizes", "file", "key", "blake2b"}
-DTYPES = tuple(
-    "float64 float32 float16 bfloat16 complex64 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool "
-    "float8_e4m3fn float8_e5m2".split()
-)
+DTYPES = (
+    "float64", "float32", "float16", "bfloat16", "complex64", "int64", "int32", "int16", "int8", "uint8", "uint16",
+    "uint32", "uint64", "bool", "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
 
 
 def key_of(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
@@ -97,8 +97,8 @@ def _of_chunk(name: str, shape: list[int], chunk: Any, held: dict, owners: dict[
 
 
 def overlap(boxes: Sequence[Range]) -> tuple[int, int] | None:
-    """Two boxes (by number) that share an element, or None. A sweep along the dimension with the most starts: only boxes
-    that are open at the same time are compared."""
+    """Two boxes (by number) that share an element, or None. A sweep along the dimension with the most starts: only
+    boxes that are open at the same time are compared."""
     if len(boxes) < 2:
         return None
     dims = range(len(boxes[0]))
