@@ -112,11 +112,14 @@ class MixedAdamW:
         if param.dtype == master.dtype:
             param.data = master
 
-    def step(self, lr: float, grad_norm: float | Tensor, clip: float = 0.0, num_valid: int | None = None) -> StepInfo:
+    def step(
+        self, lr: float, grad_norm: float | Tensor, clip: float = 0.0, num_valid: int | None = None, loss: float = 0.0
+    ) -> StepInfo:
         """One step on the finished gradients, or none at all.
 
         The only place that decides to skip: when `grad_norm` (of `global_norm`, the same on every rank) is not finite,
-        or when the global batch has no valid token. A skipped step leaves weights, moments and `steps` bitwise
+        when the loss is not (a finite gradient of an infinite loss leads nowhere), or when the global batch has no
+        valid token. A skipped step leaves weights, moments and `steps` bitwise
         unchanged: no weight decay either. clip: largest norm, 0 for none. The gradients are scaled in place. Weights
         written since the last step count, in a skipped step too (`refresh`).
         """
@@ -126,6 +129,8 @@ class MixedAdamW:
         norm = float(grad_norm)
         if not isfinite(norm):
             return StepInfo(norm, 0.0, skipped="gradients are not finite")
+        if not isfinite(loss):
+            return StepInfo(norm, 0.0, skipped="the loss is not finite")
         if num_valid == 0:
             return StepInfo(norm, 0.0, skipped="no valid token in the global batch")
         scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0

@@ -1,5 +1,6 @@
-"""Whether narrow tensors still are what their wide masters round to, bit for bit. (The bits of a NaN depend on the kernel
-that rounded it: it may count as written. It stays a NaN.)"""
+"""Whether narrow tensors still are what their wide masters round to, bit for bit.
+
+The bits of a NaN depend on the kernel that rounded it: it may count as written. It stays a NaN."""
 
 from __future__ import annotations
 

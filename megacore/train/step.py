@@ -156,7 +156,7 @@ class TrainStep:
             inspect(self.buffers)
         norm, _ = global_norm(self.buffers, self.recs, self.mesh)
         loss = self._over_world(losses, microbatches, valid)
-        info = self.optimizer.step(lr, norm, self.optim.clip, num_valid=valid)
+        info = self.optimizer.step(lr, norm, self.optim.clip, num_valid=valid, loss=loss)
         seconds = {"total": perf_counter() - start} | {k: now - before[k] for k, now in self._waits().items()}
         return StepResult(loss, info.norm, info.skipped, seconds)
 
