@@ -22,6 +22,16 @@ from torch import Tensor
 from megacore.train.agreement import CheckpointError, reason
 from megacore.train.coverage import first_fault
 
+
+class UnreadableError(CheckpointError):
+    """The disk or the permissions, not the content: the checkpoint may be good, and an older one is no answer."""
+
+
+def unreadable(file: Path, error: BaseException) -> UnreadableError:
+    remedy = "it may be good: mend the access to it, or move it away to go on from an older one"
+    return UnreadableError(f"{file} cannot be read: {reason(error)}; {remedy}")
+
+
 FORMAT, VERSION = "megacore checkpoint", 1
 METADATA = "metadata.json"
 
@@ -70,9 +80,11 @@ def read_metadata(path: Path) -> dict[str, Any]:
     file = path / METADATA
     try:
         body = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"unfinished: {file} does not exist") from None
-    except (ValueError, OSError, RecursionError) as error:
+    except OSError as error:
+        raise unreadable(file, error) from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {reason(error)}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"wrong format: {file} does not say format={FORMAT!r}")

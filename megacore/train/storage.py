@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
@@ -35,7 +36,17 @@ from torch.futures import Future
 
 from megacore.train.agreement import CheckpointError, reason
 from megacore.train.coverage import key_of
-from megacore.train.manifest import FORMAT, VERSION, Stored, chunks_of, digest, dtype_of, fsync, write_metadata
+from megacore.train.manifest import (
+    FORMAT,
+    VERSION,
+    Stored,
+    chunks_of,
+    digest,
+    dtype_of,
+    fsync,
+    unreadable,
+    write_metadata,
+)
 
 FILE_BYTES = 512 << 20  # chunks are copied out of the model one file at a time: bounds the memory that saving needs
 
@@ -63,8 +74,10 @@ def _open(file: Path) -> Iterator[Any]:
             yield handle
     except CheckpointError:
         raise
-    except Exception as error:  # SafetensorError, OSError: truncated, not a safetensors file, unreadable
+    except SafetensorError as error:  # truncated, or no safetensors file
         raise CheckpointError(f"corrupt: {file} cannot be read: {reason(error)}") from None
+    except Exception as error:  # of the system: EACCES, EIO, a file that cannot be mapped
+        raise unreadable(file, error) from None
 
 
 def _read(handle: Any, file: Path, chunk: Stored, dtype: torch.dtype) -> Tensor:
@@ -75,6 +88,20 @@ def _read(handle: Any, file: Path, chunk: Stored, dtype: torch.dtype) -> Tensor:
     if digest(tensor) != chunk.blake2b:
         raise CheckpointError(f"corrupt: {file} does not match its checksum at {chunk.key}")
     return tensor
+
+
+def _read_through(file: Path) -> None:
+    """Read a file plainly: safetensors maps it, and a block that the disk cannot give would then end the process with
+    SIGBUS. From memory the second time; the digest takes about five times as long."""
+    buffer = memoryview(bytearray(1 << 20))
+    try:
+        with open(file, "rb", buffering=0) as handle:
+            while handle.readinto(buffer):
+                pass
+    except FileNotFoundError:
+        raise CheckpointError(f"missing: {file} does not exist") from None
+    except OSError as error:
+        raise unreadable(file, error) from None
 
 
 def check_size(path: Path, body: dict[str, Any], file: str) -> None:
@@ -88,6 +115,7 @@ def verify_file(path: Path, body: dict[str, Any], file: str) -> None:
     """Read every chunk of one file and compare it with its checksum. CheckpointError names the file."""
     target = path / file
     check_size(path, body, file)
+    _read_through(target)
     with _open(target) as handle:
         for name, entry in body["tensors"].items():
             for chunk in chunks_of(body, name):
@@ -136,7 +164,10 @@ class SafetensorsWriter(StorageWriter):
             tensors[key] = copy.copy_(planner.resolve_data(item))
             placed.append((item, Stored(tuple(chunk.offsets), tuple(chunk.sizes), name, key, digest(copy))))
         try:
-            save_file(tensors, self.path / name)
+            with open(self.path / name, "wb") as made:  # as the folder, its defaults and the umask say
+                mode = os.fstat(made.fileno()).st_mode
+            save_file(tensors, self.path / name)  # replaces it by one that only the owner can read
+            os.chmod(self.path / name, S_IMODE(mode))
             fsync(self.path / name)
             size = os.path.getsize(self.path / name)
         except Exception as error:  # no space, not writable; as a type that can travel between ranks
