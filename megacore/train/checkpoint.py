@@ -31,7 +31,7 @@ from megacore.comm.mesh import SOLO, Group
 from megacore.train import commit
 from megacore.train.agreement import CheckpointError, blame, by_first, reason, together
 from megacore.train.logical import LoadPlanner, LogicalTensor, SavePlanner, share_out
-from megacore.train.manifest import UnreadableError, chunks_of, dtype_of, read_metadata
+from megacore.train.manifest import Unreadable, chunks_of, dtype_of, read_metadata
 from megacore.train.storage import SafetensorsReader, SafetensorsWriter, check_size, verify_file
 
 REMEDY = "give a directory on a filesystem that all hosts share"
@@ -120,9 +120,9 @@ def find(directory: str | Path, *, group: Group = SOLO, step: int | None = None,
     committed.
 
     Returns one line for each one passed over, in `skipped`. `verify` reads all files, shared out over the ranks, and
-    compares their checksums; without it only metadata.json is read. A checkpoint that the disk or the permissions keep
-    from being read is not passed over, for it may be the good one: UnreadableError, on every rank. If checkpoints were
-    committed but none is valid, raises CheckpointError: to start afresh in silence would lose them.
+    compares their checksums; without it only metadata.json is read. If checkpoints were committed but none is valid,
+    raises CheckpointError: to start afresh in silence would lose them; and Unreadable where the system does not give
+    one that may be good.
     """
     directory = Path(directory)
     committed, skipped = by_first(group, f"cannot list {directory}", lambda: commit.candidates(directory))
@@ -135,7 +135,7 @@ def find(directory: str | Path, *, group: Group = SOLO, step: int | None = None,
         try:
             body = _valid(path, group, verify)
             commit.check_name(path, body["step"])
-        except UnreadableError:
+        except Unreadable:
             raise
         except CheckpointError as error:
             skipped.append(str(error))
@@ -213,9 +213,8 @@ def _check_model(
     for key, value in json.loads(json.dumps(model or {})).items():
         if described.get(key) != value:
             raise CheckpointError(f"it has {key}={described.get(key)!r}, this model has {key}={value!r}; {remedy}")
+    _check_trained(found, asked)
     shapes, kinds = found.shapes, {name.split("/")[0] for name in asked}
-    if kinds >= {"model", "optim"} and (change := _freezing(set(shapes), asked)):
-        raise CheckpointError(change)
     for name, tensor in tensors.items():
         here = tuple(tensor.size())
         if name not in shapes:
@@ -230,24 +229,29 @@ def _check_model(
             raise CheckpointError(f"it has {name} of shape {shape}, this model has none; {remedy}")
 
 
-def _freezing(stored: set[str], asked: set[str]) -> str:
-    """How the frozen parameters of two runs of one model differ, in one line; empty where they do not."""
-
-    def split(names: set[str]) -> tuple[set[str], set[str]]:
-        trained = {name.split("/", 1)[1].rsplit("/", 1)[0] for name in names if name.startswith("optim/")}
-        return trained, {name.split("/", 1)[1] for name in names if name.startswith("model/")} - trained
-
-    (then, frozen_then), (now, frozen_now) = split(stored), split(asked)
-    told = [
-        f"{', '.join(sorted(names)[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} {what}"
-        for names, what in (
-            (frozen_then & now, "frozen when it was saved, trained here"),
-            (then & frozen_now, "trained when it was saved, frozen here"),
-        )
+def _check_trained(found: Found, asked: set[str]) -> None:
+    """Moments are kept of what is trained: another set of frozen parameters is told as such."""
+    then, now = _trained(found.shapes), _trained(asked)
+    if not (then and now) or then == now or _models(found.shapes) != _models(asked):
+        return
+    changes = [("frozen now and not then", then - now), ("frozen then and not now", now - then)]
+    told = " and ".join(
+        f"{what}: {', '.join(sorted(names)[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        for what, names in changes
         if names
-    ]
-    remedy = "freeze the same parameters, or load the tensors under model/ alone, for a start with new moments"
-    return f"its frozen parameters differ: {'; '.join(told)}; {remedy}" if told else ""
+    )
+    raise CheckpointError(
+        f"the frozen parameters are others ({told}); freeze those that were, or start anew from weights"
+    )
+
+
+def _trained(names: Iterable[str]) -> set[str]:
+    ends = "/exp_avg"
+    return {n.removeprefix("optim/").removesuffix(ends) for n in names if n.startswith("optim/") and n.endswith(ends)}
+
+
+def _models(names: Iterable[str]) -> set[str]:
+    return {name for name in names if name.startswith("model/")}
 
 
 def _valid(path: Path, group: Group, verify: bool) -> dict[str, Any]:
@@ -258,30 +262,31 @@ def _valid(path: Path, group: Group, verify: bool) -> dict[str, Any]:
         body.update(read_metadata(path))
         return body["blake2b"]
 
-    def check() -> None:
+    def check() -> str:
         for file in sorted(body["files"])[group.index :: group.size] if verify else ():
             verify_file(path, body, file)
+        return ""
 
-    if len(set(_readable(group, path.name, read))) > 1:
+    if len(set(_readable(path, group, read))) > 1:
         raise CheckpointError(f"{path}: ranks read different files under this name; {REMEDY}")
-    _readable(group, path.name, check)
+    _readable(path, group, check)
     return body
 
 
-def _readable(group: Group, what: str, fn: Callable[[], Any]) -> list[Any]:
-    """`together`, with one error that keeps its kind: UnreadableError on every rank where one has it."""
+def _readable(path: Path, group: Group, fn: Callable[[], str]) -> list[str]:
+    """`together`; where a rank finds a file Unreadable, Unreadable on all."""
 
-    def attempt() -> tuple[str, Any]:
+    def call() -> tuple[bool, str]:
         try:
-            return "", fn()
-        except UnreadableError as error:
-            return str(error), None
+            return True, fn()
+        except Unreadable as error:
+            return False, str(error)
 
-    answers = together(group, what, attempt)
-    for rank, (unreadable, _) in enumerate(answers):
-        if unreadable:
-            raise UnreadableError(blame(what, rank, group, unreadable))
-    return [value for _, value in answers]
+    answers = together(group, path.name, call)
+    for rank, (ok, text) in enumerate(answers):
+        if not ok:
+            raise Unreadable(blame(path.name, rank, group, text))
+    return [text for _, text in answers]
 
 
 def _planned(group: Group, what: str, call: Callable, tensors: dict[str, LogicalTensor], **kwargs: Any) -> None:

@@ -21,17 +21,17 @@ from rich.console import Console
 
 from megacore.comm.mesh import Mesh
 from megacore.parallel.batch import MicroBatch
-from megacore.train import checkpoint, commit
+from megacore.train import checkpoint
 from megacore.train.agreement import by_first
 from megacore.train.config import Settings, describe
 from megacore.train.corpus import Corpus
 from megacore.train.data.order import consumed_after
 from megacore.train.failure import StopRequest
-from megacore.train.health import Health, all_finite, give_up
+from megacore.train.health import Health
 from megacore.train.logical import LogicalTensor
 from megacore.train.metrics import WINDOW, ProgressLine, Writers, number, read
 from megacore.train.optim import MixedAdamW, learning_rate
-from megacore.train.resume import changes, data_of, model_of
+from megacore.train.resume import changes, data_of, model_of, of_a_run
 from megacore.train.timers import Timers
 
 
@@ -44,6 +44,8 @@ class Step(Protocol):
     def step(self, microbatches: list[MicroBatch], valid: int, lr: float) -> Any: ...
 
     def evaluate(self, microbatches: list[MicroBatch], valid: int) -> float: ...
+
+    def probe(self, microbatches: list[MicroBatch]) -> float: ...
 
     def logical(self) -> dict[str, LogicalTensor]: ...
 
@@ -77,8 +79,8 @@ class Loop:
         self.done = 0
         self.saved = -1  # the step of the newest checkpoint
         self.losses: deque[float] = deque(maxlen=WINDOW)
-        self.valid: tuple[int, float] | None = None  # the newest evaluation: step, loss
         self.health = Health(settings.run.max_skipped)
+        self.valid: tuple[int, float] | None = None  # the newest evaluation: step, loss
 
     @property
     def writes(self) -> bool:
@@ -94,7 +96,7 @@ class Loop:
             return
         with self.timers.measure("checkpoint"):
             checkpoint.load(found, self.trainer.logical(), group=self.mesh.world, model=model_of(self.settings))
-            self.trainer.loaded(found.extra["optimizer_steps"])
+            self.trainer.loaded(of_a_run(found)["optimizer_steps"])
         left = checkpoint.continue_from(found, group=self.mesh.world)
         self.done = self.saved = found.step
         if self.writes:
@@ -104,12 +106,14 @@ class Loop:
             for line in changes(found, self.settings):
                 self.console.print(line, **PLAIN)
 
-    def save(self) -> None:
-        """Nothing is saved while steps are skipped, and no checkpoint goes that the new one cannot yet replace: its
-        weights are proven by the next step, or by an evaluation just before."""
-        if self.saved == self.done or not self._sound():
-            return
-        keep = self.settings.run.keep if self.health.proven == self.done else max(self.settings.run.keep, 2)
+    def save(self) -> bool:
+        """Save, unless the weights are good for nothing: such a checkpoint would be the one to go on from, and `keep`
+        would delete a good one for it. Returns whether the newest checkpoint is of this step."""
+        if self.saved == self.done:
+            return True
+        if self.health.batch is not None and not math.isfinite(loss := self.trainer.probe(self.health.batch)):
+            self._note(f"step {self.done}: not saved: the loss of its weights is {loss}")
+            return False
         extra = {
             "model": model_of(self.settings), "data": data_of(self.settings, self.corpus),
             "settings": describe(self.settings),
@@ -118,26 +122,11 @@ class Loop:
         with self.timers.measure("checkpoint"):
             path = checkpoint.save(
                 self.out / "checkpoints", self.done, self.trainer.logical(), extra,
-                group=self.mesh.world, replicas=self.mesh.dp_cp, keep=keep,
+                group=self.mesh.world, replicas=self.mesh.dp_cp, keep=self.settings.run.keep,
             )  # fmt: skip
         self.saved = self.done
         self._note(f"step {self.done}: saved {path}")
-
-    def _sound(self) -> bool:
-        """Whether these weights may be saved. Collective."""
-        if not self.health.bad:
-            held = [tensor.local for tensor in self.trainer.logical().values()]
-            if not all_finite(held, self.mesh.world, self.device):
-                self.health.ruined("weights or moments are not finite")
-        if self.health.bad:
-            self._note(f"step {self.done}: not saved, {self.health.why}")
-        return not self.health.bad
-
-    def _saw(self, *numbers: Any) -> None:
-        """Numbers that these weights gave. Where one checkpoint is kept, the one before it goes once it is proven."""
-        self.health.saw(self.done, *numbers)
-        if self.settings.run.keep == 1 and self.writes and self.saved == self.done == self.health.proven:
-            commit.retire(self.out / "checkpoints", self.saved, 1)
+        return True
 
     # ---- training
 
@@ -165,19 +154,16 @@ class Loop:
                 if stopped:
                     break
                 spent += self._one_step()
-                if self.health.over:
-                    break
                 if run.eval_every and self.done % run.eval_every == 0 and self.done < last:
                     self.evaluate()
                 if run.save_every and self.done % run.save_every == 0:
                     self.save()
             if stopped:
                 self._note(f"step {self.done}: asked to stop; saving and leaving")
-            elif not self.health.over:
+            else:
                 self.evaluate()
-            self.save()
-            if self.health.bad:
-                raise give_up(self.health, self.out / "checkpoints", self.done, first, self.mesh.world)
+            if not self.save():
+                raise self.health.diverged(self.done, self.saved, self.out)
         finally:
             if self.line:
                 self.line.__exit__(None, None, None)
@@ -198,8 +184,8 @@ class Loop:
             self.done, peak=s.optim.lr, minimum=s.optim.min_lr, warmup=s.optim.warmup_steps, total=s.run.steps
         )
         result = self.trainer.step(batch, valid, rate)
+        ended = self.health.saw(batch, result)
         self._account(result.seconds)
-        self._saw(result.loss, result.grad_norm, result.skipped)
         self.done += 1
         self.losses.append(result.loss)
         seconds = time.perf_counter() - began
@@ -212,6 +198,8 @@ class Loop:
             self.line.show(self.done, values, seconds, tokens)
             if result.skipped:
                 self._note(f"step {self.done}: skipped, {result.skipped}")
+        if ended:
+            raise self.health.diverged(self.done, self.saved, self.out)
         return seconds
 
     def _account(self, seconds: Mapping[str, float]) -> None:
@@ -243,10 +231,6 @@ class Loop:
             return
         with self.timers.measure("evaluation"):
             self.valid = (self.done, self._mean_loss(self.corpus.held_out()))
-        if math.isfinite(self.valid[1]):
-            self._saw(self.valid[1])
-        else:
-            self.health.ruined("the validation loss is not finite")
         if self.writes:
             self.writers.write(self.done, {"valid_loss": self.valid[1]})
         self._note(f"step {self.done}: validation loss {self.valid[1]:.4f}")

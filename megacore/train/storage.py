@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from stat import S_IMODE
 from typing import Any
+from uuid import uuid4
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
@@ -37,6 +37,7 @@ from torch.futures import Future
 from megacore.train.agreement import CheckpointError, reason
 from megacore.train.coverage import key_of
 from megacore.train.manifest import (
+    ABSENT,
     FORMAT,
     VERSION,
     Stored,
@@ -66,18 +67,24 @@ def _planned(body: dict[str, Any]) -> Metadata:
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """A safetensors file; whatever goes wrong with it is an error that names it."""
-    if not file.exists():
-        raise CheckpointError(f"missing: {file} does not exist")
+    """A safetensors file; whatever goes wrong with it is an error that names it. It is read once before it is mapped:
+    an I/O error is an OSError then, where in a mapping it would be a signal."""
+    try:
+        with file.open("rb", buffering=0) as whole:
+            buffer = bytearray(1 << 20)
+            while whole.readinto(buffer):
+                pass
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise unreadable(file, error) from None
+        raise CheckpointError(f"missing: {file} does not exist") from None
     try:
         with safe_open(file, framework="pt", device="cpu") as handle:
             yield handle
     except CheckpointError:
         raise
-    except SafetensorError as error:  # truncated, or no safetensors file
+    except Exception as error:  # SafetensorError, OSError: truncated, not a safetensors file, unreadable
         raise CheckpointError(f"corrupt: {file} cannot be read: {reason(error)}") from None
-    except Exception as error:  # of the system: EACCES, EIO, a file that cannot be mapped
-        raise unreadable(file, error) from None
 
 
 def _read(handle: Any, file: Path, chunk: Stored, dtype: torch.dtype) -> Tensor:
@@ -88,20 +95,6 @@ def _read(handle: Any, file: Path, chunk: Stored, dtype: torch.dtype) -> Tensor:
     if digest(tensor) != chunk.blake2b:
         raise CheckpointError(f"corrupt: {file} does not match its checksum at {chunk.key}")
     return tensor
-
-
-def _read_through(file: Path) -> None:
-    """Read a file plainly: safetensors maps it, and a block that the disk cannot give would then end the process with
-    SIGBUS. From memory the second time; the digest takes about five times as long."""
-    buffer = memoryview(bytearray(1 << 20))
-    try:
-        with open(file, "rb", buffering=0) as handle:
-            while handle.readinto(buffer):
-                pass
-    except FileNotFoundError:
-        raise CheckpointError(f"missing: {file} does not exist") from None
-    except OSError as error:
-        raise unreadable(file, error) from None
 
 
 def check_size(path: Path, body: dict[str, Any], file: str) -> None:
@@ -115,7 +108,6 @@ def verify_file(path: Path, body: dict[str, Any], file: str) -> None:
     """Read every chunk of one file and compare it with its checksum. CheckpointError names the file."""
     target = path / file
     check_size(path, body, file)
-    _read_through(target)
     with _open(target) as handle:
         for name, entry in body["tensors"].items():
             for chunk in chunks_of(body, name):
@@ -164,10 +156,8 @@ class SafetensorsWriter(StorageWriter):
             tensors[key] = copy.copy_(planner.resolve_data(item))
             placed.append((item, Stored(tuple(chunk.offsets), tuple(chunk.sizes), name, key, digest(copy))))
         try:
-            with open(self.path / name, "wb") as made:  # as the folder, its defaults and the umask say
-                mode = os.fstat(made.fileno()).st_mode
-            save_file(tensors, self.path / name)  # replaces it by one that only the owner can read
-            os.chmod(self.path / name, S_IMODE(mode))
+            save_file(tensors, self.path / name)
+            os.chmod(self.path / name, _mode_of_new_files(self.path))  # safetensors makes its files for the owner alone
             fsync(self.path / name)
             size = os.path.getsize(self.path / name)
         except Exception as error:  # no space, not writable; as a type that can travel between ranks
@@ -194,6 +184,17 @@ class SafetensorsWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return True
+
+
+def _mode_of_new_files(folder: Path) -> int:
+    """Who may read a file that is made here, by umask and folder (umask itself can only be read by setting it)."""
+    probe = folder / f".mode-{uuid4().hex}"
+    handle = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        return os.fstat(handle).st_mode & 0o777
+    finally:
+        os.close(handle)
+        probe.unlink()
 
 
 def _batches(items: list[WriteItem]) -> Iterator[list[WriteItem]]:

@@ -1,164 +1,141 @@
-"""A checkpoint that cannot be read is not corrupt; who may read one; other frozen parameters than when it was saved."""
-
-from __future__ import annotations
+"""A newest checkpoint that the system does not give is not corrupt: the run stops and says so. And: who may read the
+files, which parameters were frozen, what a run must find in `extra`."""
 
 import errno
 import os
 import stat
-import tempfile
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from megacore.comm.mesh import Layout, Mesh
+from megacore.comm.mesh import Mesh
 from megacore.train import checkpoint, storage
 from megacore.train.agreement import CheckpointError
 from megacore.train.logical import LogicalTensor
-from megacore.train.manifest import UnreadableError
-from tests.train.checkpoint_tasks import TWO, save_step
+from megacore.train.manifest import Unreadable
+from megacore.train.resume import of_a_run
+from tests.spawn import pool  # noqa: F401
 
 
-def tensors(*names):
-    return {name: LogicalTensor.whole(name, torch.ones(3)) for name in names}
+def save(folder, step, names=("model/w",)):
+    tensors = {name: LogicalTensor.whole(name, torch.arange(6.0)) for name in names}
+    return checkpoint.save(folder, step, tensors, {"run": "x"})
 
 
-def save_two(folder):
-    for step in (10, 20):
-        checkpoint.save(folder, step, tensors("model/w"), {})
+def entries(folder):
+    return sorted(p.name for p in folder.iterdir())
 
 
-def failing_open(number):
-    def refuse(file, *args, **kwargs):
-        if str(file).endswith(".safetensors") and "step-00000020" in str(file):
-            raise OSError(number, os.strerror(number), str(file))
-        return open(file, *args, **kwargs)
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("what", ["metadata.json", "rank-00000-0.safetensors"])
+def test_it_is_said_and_no_older_one_is_taken(tmp_path, monkeypatch, what, code):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    plain_open = Path.open
 
-    return refuse
+    def broken(self, *args, **kwargs):
+        if self.name == what and self.parent.name == "step-00000002":
+            raise OSError(code, os.strerror(code), str(self))
+        return plain_open(self, *args, **kwargs)
 
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
-@pytest.mark.parametrize("what", ["shard", "metadata"])
-def test_the_newest_that_cannot_be_read_stops_the_search(tmp_path, monkeypatch, number, what):
-    save_two(tmp_path)
-    if what == "shard":
-        monkeypatch.setattr(storage, "open", failing_open(number), raising=False)
-    else:
-        plain = Path.read_text
-
-        def read_text(path, **kwargs):
-            if path.name == "metadata.json" and "20" in path.parent.name:
-                raise OSError(number, os.strerror(number), str(path))
-            return plain(path, **kwargs)
-
-        monkeypatch.setattr(Path, "read_text", read_text)
-    with pytest.raises(UnreadableError) as error:
+    monkeypatch.setattr(Path, "open", broken)
+    with pytest.raises(Unreadable) as error:
         checkpoint.find(tmp_path)
-    text = str(error.value)
-    assert "step-00000020" in text and os.strerror(number) in text and "move it away" in text and "\n" not in text
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
-    assert checkpoint.find(tmp_path, step=10).step == 10
+    assert what in str(error.value) and os.strerror(code) in str(error.value) and "\n" not in str(error.value)
+    assert entries(tmp_path) == ["step-00000001", "step-00000002"]
     monkeypatch.undo()
-    assert checkpoint.find(tmp_path).step == 20
+    assert checkpoint.find(tmp_path).step == 2
 
 
-def find_with_one_blind(folder, blind):
-    mesh = Mesh.build(TWO)
+def _find_where_one_may_not(folder, blind):
+    mesh = Mesh.build(checkpoint_layout())
     with pytest.MonkeyPatch.context() as patch:
         if mesh.rank == blind:
-            patch.setattr(storage, "open", failing_open(errno.EIO), raising=False)
+
+            def refuse(*_):
+                raise storage.unreadable(folder / "f", PermissionError(errno.EACCES, "Permission denied"))
+
+            patch.setattr(checkpoint, "verify_file", refuse)
+            patch.setattr(checkpoint, "read_metadata", refuse)
         try:
-            return checkpoint.find(folder, group=mesh.world).step
-        except UnreadableError as error:
+            checkpoint.find(folder, group=mesh.world)
+        except Unreadable as error:
             return str(error)
 
 
-@pytest.mark.parametrize("blind", [0, 1])
-def test_one_rank_that_cannot_read_stops_all(pool, tmp_path, blind):
-    for step in (10, 20):
-        pool.run(save_step, tmp_path, TWO, step, world=2)
-    messages = pool.run(find_with_one_blind, tmp_path, blind, world=2)
-    assert len(set(messages)) == 1 and f"rank {blind}: " in messages[0] and "Input/output error" in messages[0]
+def checkpoint_layout():
+    from megacore.comm.mesh import Layout
+
+    return Layout(dp=2)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_another_user_without_the_right_to_read_it():
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        save_two(folder)
-        for file in (folder / "step-00000020").glob("*.safetensors"):
-            file.chmod(0o600)
-        os.seteuid(65534)
-        try:
-            with pytest.raises(UnreadableError, match="Permission denied"):
-                checkpoint.find(folder)
-            assert checkpoint.find(folder, step=10).step == 10
-        finally:
-            os.seteuid(0)
+def test_every_rank_stops_where_one_may_not_read(pool, tmp_path):  # noqa: F811
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    said = pool.run(_find_where_one_may_not, tmp_path, 1, world=2)
+    assert said[0] == said[1] and "rank 1" in said[0] and "Permission denied" in said[0]
 
 
-def test_corrupt_still_gives_way_to_an_older_one(tmp_path):
-    save_two(tmp_path)
-    file = next((tmp_path / "step-00000020").glob("*.safetensors"))
-    file.write_bytes(b"\xff" * 40)
-    assert checkpoint.find(tmp_path).step == 10
-    file.unlink()
-    assert checkpoint.find(tmp_path).step == 10
+def test_a_shard_that_is_missing_is_still_passed_over(tmp_path):
+    save(tmp_path, 1)
+    next(save(tmp_path, 2).glob("*.safetensors")).unlink()
+    found = checkpoint.find(tmp_path)
+    assert found.step == 1 and "missing" in found.skipped[0]
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)])
-def test_files_have_the_mode_that_the_umask_says(tmp_path, umask, mode):
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_told_that_it_may_not_read(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2).chmod(0o700)
+    for folder in (tmp_path, *list(tmp_path.parents)[:-1]):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    script = f"""
+import os, torch
+from megacore.train import checkpoint
+os.setgid(65534); os.setuid(65534)
+try:
+    checkpoint.find({str(tmp_path)!r})
+except checkpoint.Unreadable as error:
+    print("stopped:", error)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.stdout.startswith("stopped:") and "Permission denied" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_all_files_are_for_whom_the_folder_says(tmp_path, umask):
     before = os.umask(umask)
     try:
-        path = checkpoint.save(tmp_path, 1, tensors("model/w"), {})
+        path = save(tmp_path, 1)
     finally:
         os.umask(before)
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in path.iterdir()}
-    assert len(modes) == 2 and set(modes.values()) == {mode}, modes
+    assert len(modes) == 2 and set(modes.values()) == {0o666 & ~umask}, modes
 
 
-# frozen parameters
+def test_another_set_of_frozen_parameters_is_told_as_such(tmp_path):
+    trained = [f"optim/{name}/{part}" for name in "ab" for part in ("exp_avg", "exp_avg_sq")]
+    save(tmp_path, 1, ["model/a", "model/b", "model/c", *trained])
+    now = [f"optim/{name}/{part}" for name in "bc" for part in ("exp_avg", "exp_avg_sq")]
+    tensors = {n: LogicalTensor.whole(n, torch.zeros(6)) for n in ["model/a", "model/b", "model/c", *now]}
+    with pytest.raises(CheckpointError, match=r"frozen now and not then: a and frozen then and not now: c\)"):
+        checkpoint.load(checkpoint.find(tmp_path), tensors)
 
 
-TRAINED = ("model/a", "model/b", "optim/a/exp_avg", "optim/b/exp_avg")
-A_FROZEN = ("model/a", "model/b", "optim/b/exp_avg")
+GOOD = {"model": {}, "data": {}, "settings": {}, "consumed": 8, "optimizer_steps": 2}
 
 
 @pytest.mark.parametrize(
-    ("saved", "here", "says"),
-    [
-        (TRAINED, A_FROZEN, "its frozen parameters differ: a trained when it was saved, frozen here;"),
-        (A_FROZEN, TRAINED, "its frozen parameters differ: a frozen when it was saved, trained here;"),
-        (
-            A_FROZEN,
-            (*TRAINED[:3],),
-            "a frozen when it was saved, trained here; b trained when it was saved, frozen here",
-        ),
-    ],
+    "change", [{"model": None}, {"settings": []}, {"consumed": -1}, {"optimizer_steps": "2"}], ids=str
 )
-def test_other_frozen_parameters_are_told_by_name(tmp_path, saved, here, says):
-    checkpoint.save(tmp_path, 1, tensors(*saved), {})
-    found = checkpoint.find(tmp_path)
-    with pytest.raises(CheckpointError) as error:
-        checkpoint.load(found, tensors(*here))
-    assert says in str(error.value) and "load the tensors under model/ alone" in str(error.value)
-    checkpoint.load(found, tensors("model/a", "model/b"))  # the remedy works
-
-
-def load_stage(folder, frozen):
-    """Two stages; each asks for its own parameter only."""
-    mesh = Mesh.build(Layout(pp=2))
-    mine = "ab"[mesh.rank]
-    names = [f"model/{mine}"] + ([] if mine in frozen else [f"optim/{mine}/exp_avg"])
-    try:
-        checkpoint.load(checkpoint.find(folder, group=mesh.world), tensors(*names), group=mesh.world)
-    except CheckpointError as error:
-        return str(error)
-
-
-def test_the_frozen_set_is_that_of_all_stages(pool, tmp_path):
-    checkpoint.save(tmp_path, 1, tensors(*A_FROZEN), {})
-    assert pool.run(load_stage, tmp_path, "a", world=2) == [None, None]
-    messages = pool.run(load_stage, tmp_path, "b", world=2)
-    assert len(set(messages)) == 1 and "a frozen when it was saved, trained here; b trained" in messages[0]
+def test_a_checkpoint_that_no_run_wrote_is_told_as_such(tmp_path, change):
+    found = checkpoint.Found(tmp_path, 1, GOOD, {})
+    assert of_a_run(found) is GOOD
+    with pytest.raises(CheckpointError, match=f"{next(iter(change))}=.* is not what a run writes"):
+        of_a_run(checkpoint.Found(tmp_path, 1, {**GOOD, **change}, {}))
+    missing = {name: value for name, value in GOOD.items() if name not in change}
+    with pytest.raises(CheckpointError, match="is not what a run writes"):
+        of_a_run(checkpoint.Found(tmp_path, 1, missing, {}))
