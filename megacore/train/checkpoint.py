@@ -31,8 +31,8 @@ from megacore.comm.mesh import SOLO, Group
 from megacore.train import commit
 from megacore.train.agreement import CheckpointError, blame, by_first, reason, together
 from megacore.train.logical import LoadPlanner, LogicalTensor, SavePlanner, share_out
-from megacore.train.manifest import Unreadable, dtype_of, read_metadata
-from megacore.train.storage import SafetensorsReader, SafetensorsWriter, verify_file
+from megacore.train.manifest import Unreadable, chunks_of, dtype_of, read_metadata
+from megacore.train.storage import SafetensorsReader, SafetensorsWriter, check_size, verify_file
 
 REMEDY = "give a directory on a filesystem that all hosts share"
 
@@ -134,6 +134,7 @@ def find(directory: str | Path, *, group: Group = SOLO, step: int | None = None,
     for path in committed:
         try:
             body = _valid(path, group, verify)
+            commit.check_name(path, body["step"])
         except Unreadable:
             raise
         except CheckpointError as error:
@@ -184,6 +185,8 @@ def read_full(found: Found, names: Iterable[str] | None = None) -> dict[str, Ten
         if name not in found.body["tensors"]:
             held = ", ".join(list(found.body["tensors"])[:3])
             raise CheckpointError(f"{name} is not in {found.path}; it holds {held}, ...")
+    for file in sorted({chunk.file for name in names for chunk in chunks_of(found.body, name)}):
+        check_size(found.path, found.body, file)  # before memory is asked for by what a manifest says
     empty = {n: torch.empty(found.shapes[n], dtype=dtype_of(found.body["tensors"][n]["dtype"])) for n in names}
     reader = SafetensorsReader(found.path, found.body)
     wholes = {name: LogicalTensor.whole(name, tensor) for name, tensor in empty.items()}

@@ -20,6 +20,7 @@ import shutil
 from pathlib import Path
 from uuid import uuid4
 
+from megacore.train.agreement import CheckpointError
 from megacore.train.manifest import fsync
 
 LOG = logging.getLogger(__name__)
@@ -37,6 +38,14 @@ def entries(directory: Path) -> list[tuple[int, str, Path]]:
     matches = [(NAME.fullmatch(p.name), p) for p in directory.iterdir() if p.is_dir()]
     found = [(int(m[1]), m[2] or "", p) for m, p in matches if m]
     return sorted(found, key=lambda e: (-e[0], e[1]))
+
+
+def check_name(path: Path, step: int) -> None:
+    """CheckpointError where a listing found a copy under another step's name: which one is the newest, and which are
+    later than it, would be wrong."""
+    named = int(NAME.fullmatch(path.name)[1])
+    if named != step:
+        raise CheckpointError(f"wrong name: {path} holds step {step}; rename it to {step_path(path.parent, step).name}")
 
 
 def candidates(directory: Path) -> tuple[list[Path], list[str]]:

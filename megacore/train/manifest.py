@@ -3,7 +3,8 @@
     {format, version, step, extra, files: {name: bytes},
      tensors: {name: {dtype, shape, chunks: [{offsets, sizes, file, key, blake2b}]}}, blake2b}
 
-The digest of a chunk is that of its bytes; the digest at the end is that of the rest of the content.
+The digest of a chunk is that of its bytes; the digest at the end is that of the rest of the content. What the content
+must be beside that, coverage.py says.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megacore.train.agreement import CheckpointError, reason
+from megacore.train.coverage import first_fault
 
 FORMAT, VERSION = "megacore checkpoint", 1
 METADATA = "metadata.json"
@@ -102,6 +104,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"wrong format: {file} has version={body.get('version')!r}, this code reads {VERSION}")
     if body.get("blake2b") != _seal(body):
         raise CheckpointError(f"corrupt: {file} does not match its checksum")
+    if fault := first_fault(body):
+        raise CheckpointError(f"corrupt: {file}: {fault}; take another checkpoint, or save this one again")
     return body
 
 

@@ -132,6 +132,8 @@ class TrainStep:
         self.optimizer = MixedAdamW(
             self.params, self.recs, self.buffers, mesh, o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay
         )
+        places = ((name, *name.rpartition(".")[::2]) for name in self.params)
+        self._homes = [(name, self.model.get_submodule(owner), leaf) for name, owner, leaf in places]
         self._lives: dict[int, int] = {}
         self.replicas = Replicas(self.model, mesh.dp_cp)
         self.executor = Executor([self.stage], mesh.pp, mesh.pp_up, SCHEDULES[schedule], device)
@@ -145,9 +147,11 @@ class TrainStep:
     ) -> StepResult:
         """Forward, backward, reduction, clipping and AdamW. A batch without valid tokens has loss 0 and changes
         nothing. valid: None to have it counted here, for one small all-reduce more; a number that is not the count is
-        refused, on every rank, before anything is changed (ValueError).
+        refused, on every rank, before anything is changed (ValueError). Weights that were written since the last step
+        are the ones that train (MixedAdamW.refresh); a parameter that was replaced by another is refused.
         `inspect` is shown the finished gradients before they are clipped."""
         start, before = perf_counter(), self._waits()
+        self._check_parameters()
         valid = self._counted(microbatches, valid)
         self.stage.train()
         self.buffers.zero()
@@ -162,9 +166,19 @@ class TrainStep:
         self._whole.check()
         norm, _ = global_norm(self.buffers, self.recs, self.mesh)
         loss = self._over_world(losses, microbatches, valid)
-        info = self.optimizer.step(lr, norm, self.optim.clip, num_valid=valid)
+        info = self.optimizer.step(lr, norm, self.optim.clip, num_valid=valid, loss=loss)
         seconds = {"total": perf_counter() - start} | {k: now - before[k] for k, now in self._waits().items()}
         return StepResult(loss, info.norm, info.skipped, seconds)
+
+    def _check_parameters(self) -> None:
+        """ValueError, before anything is sent, where the optimizer would train what the model no longer has."""
+        for name, module, leaf in self._homes:
+            if module._parameters.get(leaf) is not self.params[name]:
+                raise ValueError(
+                    f"{name} is another Parameter than when this step was built, and would not be trained; write into "
+                    "the one that is there (load_state_dict without assign, copy_), or build a new TrainStep"
+                )
+        self.optimizer.check()
 
     def _waits(self) -> dict[str, float]:
         """Seconds that this rank has waited for others so far: tensor-parallel peers, stages, replicas.

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from megacore.train.agreement import CheckpointError, reason
+from megacore.train.coverage import key_of
 from megacore.train.manifest import (
     ABSENT,
     FORMAT,
@@ -88,17 +89,25 @@ def _open(file: Path) -> Iterator[Any]:
 
 def _read(handle: Any, file: Path, chunk: Stored, dtype: torch.dtype) -> Tensor:
     tensor = handle.get_tensor(chunk.key)
-    if tuple(tensor.shape) != chunk.sizes or tensor.dtype != dtype or digest(tensor) != chunk.blake2b:
+    if tuple(tensor.shape) != chunk.sizes or tensor.dtype != dtype:
+        here = f"{tuple(tensor.shape)} {tensor.dtype}"
+        raise CheckpointError(f"corrupt: {file}: {chunk.key} is {here}, its manifest says {chunk.sizes} {dtype}")
+    if digest(tensor) != chunk.blake2b:
         raise CheckpointError(f"corrupt: {file} does not match its checksum at {chunk.key}")
     return tensor
+
+
+def check_size(path: Path, body: dict[str, Any], file: str) -> None:
+    """CheckpointError that names the file where it is not as long as it was written. Costs no reading."""
+    target, written = path / file, body["files"][file]
+    if target.exists() and target.stat().st_size != written:
+        raise CheckpointError(f"corrupt: {target} has {target.stat().st_size} bytes, {written} were written")
 
 
 def verify_file(path: Path, body: dict[str, Any], file: str) -> None:
     """Read every chunk of one file and compare it with its checksum. CheckpointError names the file."""
     target = path / file
-    written = body["files"][file]
-    if target.exists() and target.stat().st_size != written:
-        raise CheckpointError(f"corrupt: {target} has {target.stat().st_size} bytes, {written} were written")
+    check_size(path, body, file)
     with _open(target) as handle:
         for name, entry in body["tensors"].items():
             for chunk in chunks_of(body, name):
@@ -142,8 +151,7 @@ class SafetensorsWriter(StorageWriter):
         tensors, placed = {}, []
         for item in items:
             data, chunk = item.tensor_data, item.tensor_data.chunk
-            part = "" if chunk.sizes == data.size else "@" + ",".join(map(str, chunk.offsets))
-            key = item.index.fqn + part
+            key = key_of(item.index.fqn, data.size, chunk.offsets, chunk.sizes)
             copy = torch.empty(chunk.sizes, dtype=data.properties.dtype)  # chunks are views, perhaps on a GPU
             tensors[key] = copy.copy_(planner.resolve_data(item))
             placed.append((item, Stored(tuple(chunk.offsets), tuple(chunk.sizes), name, key, digest(copy))))

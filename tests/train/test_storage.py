@@ -96,8 +96,9 @@ def test_boxes_that_overlap_are_refused(tmp_path):
 
 
 def test_metadata_that_was_edited_does_not_match_its_checksum(tmp_path):
-    manifest.write_metadata(tmp_path, {"format": manifest.FORMAT, "version": manifest.VERSION, "step": 1, "loss": 0.1})
-    assert manifest.read_metadata(tmp_path)["loss"] == 0.1
+    head = {"format": manifest.FORMAT, "version": manifest.VERSION, "step": 1, "files": {}, "tensors": {}}
+    manifest.write_metadata(tmp_path, head | {"extra": {"loss": 0.1}})
+    assert manifest.read_metadata(tmp_path)["extra"] == {"loss": 0.1}
     file = tmp_path / "metadata.json"
     file.write_text(file.read_text().replace("0.1", "0.2"))
     with pytest.raises(CheckpointError, match="corrupt: .*metadata.json does not match its checksum"):
