@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.table import Table
 from tyro.conf import Positional
 
+from megacore import program
 from megacore.comm.hosts import crossing, place_ranks
 from megacore.comm.mesh import ORDER, Layout
 from megacore.train import config
@@ -73,7 +74,8 @@ def place_of(env: Mapping[str, str]) -> Place:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return Place()
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-    return Place(rank, world, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world)))
+    local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world))
+    return Place(rank, world, *local, int(env.get("TORCHELASTIC_RESTART_COUNT", 0)), "TORCHELASTIC_RUN_ID" in env)
 
 
 def _parse_train(argv: Sequence[str]) -> TrainCommand:
@@ -277,17 +279,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"megacore: unknown command {command!r}; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    if command != "train":  # it listens for Ctrl-C by itself once it has imported what it needs
+        program.interruptible()
     try:
         return COMMANDS[command](rest)
     except BrokenPipeError:
         return 1
-    except KeyboardInterrupt:  # before the ranks listen for it
-        print(f"megacore {command}: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt:
+        if program.speaks(os.environ):
+            print(f"megacore {command}: interrupted", file=sys.stderr)
+        return program.INTERRUPTED
     except (ValueError, OSError) as error:
-        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(f"megacore {command}: {rank}error: {' '.join(str(error).split())}", file=sys.stderr)
+        line = " ".join(str(error).split())
+        if _is_first_to_say(line):
+            rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+            print(f"megacore {command}: {rank}error: {line}", file=sys.stderr)
         return 2
+
+
+def _is_first_to_say(line: str) -> bool:
+    """False for a rank of torchrun's whose peer has said the same."""
+    from megacore.train.start import first_to_say  # what only ranks need
+
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("MASTER_PORT")
+    port = int(os.environ["MASTER_PORT"]) if agent else None
+    return first_to_say(place_of(os.environ), port, os.environ.get("MASTER_ADDR", ""), line)
 
 
 def _usage() -> str:

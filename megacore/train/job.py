@@ -19,16 +19,19 @@ from megacore.train.agreement import CheckpointError, by_first, together
 from megacore.train.assemble import family
 from megacore.train.config import Settings
 from megacore.train.corpus import Corpus
-from megacore.train.failure import FailureBoard, StopRequest, guard
+from megacore.train.failure import StopRequest, guard
 from megacore.train.launch import Place
 from megacore.train.loop import Loop, Outcome
 from megacore.train.metrics import Closing, print_report, write_report
 from megacore.train.peak import gpu_peak, measure_cpu_peak
+from megacore.train.peers import Board
 from megacore.train.resume import check_files
 from megacore.train.sample import continue_text
+from megacore.train.start import given, join, meet
 from megacore.train.step import TrainStep
 from megacore.train.timers import PARTS
 
+FILES_S = 1800.0  # one rank may work on files for so long, or for run.timeout_s if that is more, while others wait
 SAMPLED_PARAMETERS = 200_000_000  # up to here the closing report has a sample of text
 
 
@@ -37,8 +40,15 @@ def run(settings: Settings, place: Place, fresh: bool = False) -> int:
     settings, corpus = check_files(settings, fresh)
     device = choose_device(settings.run.device, place.local_rank)
     set_arithmetic(settings.run.threads, place.local_world, device)
-    store = connect(device, place, settings.run.timeout_s)
-    return guard(lambda: _train(settings, corpus, place, device, fresh), FailureBoard(place.rank, store))
+    board = join(place, settings.run.timeout_s)
+    if board.store is not None:
+        meet(board, given(settings, corpus, device.type, fresh))
+
+    def work() -> int:
+        connect(device, place, board)
+        return _train(settings, corpus, place, device, fresh)
+
+    return guard(work, board, os.getppid() if place.elastic else None)
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -68,22 +78,24 @@ def set_arithmetic(threads: int, local_world: int, device: torch.device) -> None
         )
 
 
-def connect(device: torch.device, place: Place, timeout_s: float) -> dist.Store | None:
-    """Join the job's process group. Returns a connection of its own to the job's store, None for a world of one."""
-    if place.world == 1:
-        return None
-    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    options = {"device_id": device} if device.type == "cuda" else {}
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, **options)
-    return dist.PrefixStore("megacore", store.clone())
+def connect(device: torch.device, place: Place, board: Board) -> None:
+    """Join the job's process group; a world of one has none."""
+    if place.world > 1:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        options = {"device_id": device} if device.type == "cuda" else {}
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("groups", board.store.clone()), rank=place.rank, world_size=place.world,
+            timeout=timedelta(seconds=board.timeout_s), **options,
+        )  # fmt: skip
 
 
 def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.device, fresh: bool) -> int:
     with StopRequest() as stop:
         console = Console()
-        mesh = Mesh.build(settings.parallel.layout())
+        timeout = settings.run.timeout_s
+        mesh = Mesh.build(
+            settings.parallel.layout(), timedelta(seconds=timeout), files=timedelta(seconds=max(timeout, FILES_S))
+        )
         out = Path(settings.run.out)
         if fresh:
             _set_aside(out, Path(settings.data.dir), mesh, console)
@@ -101,9 +113,11 @@ def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.devic
         outcome = loop.run(stop)
         if outcome.trained and not outcome.stopped:
             closing = _close(settings, loop, outcome, (peak, source), model.flops_per_token, device)
+            _leave(mesh)  # rank 0 then reports alone: text and tables may take it longer than others may wait
             if mesh.rank == 0:
                 _report(settings, closing, out, console)
-        elif mesh.rank == 0 and not outcome.stopped:
+            return 0
+        if mesh.rank == 0 and not outcome.stopped:
             console.print(
                 f"the run in {out} is complete at step {outcome.done}; raise run.steps, or start anew with --fresh",
                 highlight=False, markup=False, soft_wrap=True,
@@ -114,7 +128,7 @@ def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.devic
 
 def _leave(mesh: Mesh) -> None:
     if mesh.world.size > 1:
-        dist.barrier(group=mesh.world.pg)  # rank 0 writes the report last: who leaves early looks like a failed peer
+        dist.barrier(group=mesh.files.pg)  # who leaves while another still communicates looks like a failed peer
         mesh.destroy()
         dist.destroy_process_group()
 
@@ -139,7 +153,7 @@ def _set_aside(out: Path, data: Path, mesh: Mesh, console: Console) -> None:
             path.rename(aside / path.name)
         return str(aside)
 
-    moved = by_first(mesh.world, f"cannot move {out} aside", move)
+    moved = by_first(mesh.files, f"cannot move {out} aside", move)
     if moved and mesh.rank == 0:
         console.print(f"--fresh: the earlier run is now {moved}", highlight=False, markup=False, soft_wrap=True)
 
@@ -182,7 +196,7 @@ def total_peak(settings: Settings, mesh: Mesh, place: Place, device: torch.devic
     mine = measure_cpu_peak(cores) if place.local_rank == 0 else 0.0
     total = torch.tensor([mine, float(place.local_rank == 0)], dtype=torch.float64)
     if world > 1:
-        dist.all_reduce(total, group=mesh.world.pg)
+        dist.all_reduce(total, group=mesh.files.pg)
     flops, hosts = total.tolist()
     where = f"{cores} cores" + (f" of {hosts:.0f} hosts" if hosts > 1 else "")
     return (
