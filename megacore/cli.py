@@ -61,7 +61,7 @@ def train_main(argv: Sequence[str]) -> int:
     check(settings, command.nproc or place.world)
     check_files(settings, command.fresh)  # before any process is started; each rank checks again, on its own host
     if command.nproc > 1:
-        return launch(command.nproc, ["train", *_without_nproc(argv)], os.environ)
+        return program.leave(launch(command.nproc, ["train", *_without_nproc(argv)], os.environ))
     from megacore.train import (
         job,  # the model, optimizer and compiler: 3 s that the launcher and topo need not wait for
     )
