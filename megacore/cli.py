@@ -291,19 +291,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return program.INTERRUPTED
     except (ValueError, OSError) as error:
         line = " ".join(str(error).split())
-        if _is_first_to_say(line):
-            rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-            print(f"megacore {command}: {rank}error: {line}", file=sys.stderr)
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        _say_once(line, lambda: print(f"megacore {command}: {rank}error: {line}", file=sys.stderr))
         return 2
 
 
-def _is_first_to_say(line: str) -> bool:
-    """False for a rank of torchrun's whose peer has said the same."""
-    from megacore.train.start import first_to_say  # what only ranks need
+def _say_once(line: str, say: Callable[[], None]) -> None:
+    """Says it, unless this is a rank of torchrun's and a peer has said the same."""
+    from megacore.train.start import say_once  # what only ranks need
 
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("MASTER_PORT")
     port = int(os.environ["MASTER_PORT"]) if agent else None
-    return first_to_say(place_of(os.environ), port, os.environ.get("MASTER_ADDR", ""), line)
+    say_once(place_of(os.environ), port, os.environ.get("MASTER_ADDR", ""), line, say)
 
 
 def _usage() -> str:

@@ -142,6 +142,13 @@ def find(directory: str | Path, *, group: Group = SOLO, step: int | None = None,
     return None
 
 
+def read(path: str | Path, *, group: Group = SOLO, verify: bool = True) -> Found:
+    """The checkpoint in this very directory, whatever its name: a copy, a link, one that was set aside. Its step is the
+    one that its metadata says. CheckpointError names the file that is missing or does not match."""
+    body = _valid(Path(path), group, verify)
+    return Found(Path(path), body["step"], body["extra"], body)
+
+
 def continue_from(found: Found, *, group: Group = SOLO) -> list[str]:
     """Later checkpoints than `found`, corrupt or abandoned, are renamed to `.skipped`: they no longer count towards
     `keep`, and nothing is deleted. One line for each, on every rank. Collective; call it once `found` is loaded."""

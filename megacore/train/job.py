@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
+import sys
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -21,13 +21,17 @@ from megacore.train.config import Settings
 from megacore.train.corpus import Corpus
 from megacore.train.failure import StopRequest, guard
 from megacore.train.launch import Place
+from megacore.train.lock import NAME as LOCK
+from megacore.train.lock import RunLock
 from megacore.train.loop import Loop, Outcome
-from megacore.train.metrics import Closing, print_report, write_report
+from megacore.train.outlets import Screen, best_effort, write_whole
 from megacore.train.peak import gpu_peak, measure_cpu_peak
 from megacore.train.peers import Board
+from megacore.train.report import Closing, print_report, recalled, report_is_of, write_report
 from megacore.train.resume import check_files
+from megacore.train.same import facts
 from megacore.train.sample import continue_text
-from megacore.train.start import given, join, meet
+from megacore.train.start import join, meet
 from megacore.train.step import TrainStep
 from megacore.train.timers import PARTS
 
@@ -42,7 +46,7 @@ def run(settings: Settings, place: Place, fresh: bool = False) -> int:
     set_arithmetic(settings.run.threads, place.local_world, device)
     board = join(place, settings.run.timeout_s)
     if board.store is not None:
-        meet(board, given(settings, corpus, device.type, fresh))
+        meet(board, facts(settings, corpus, device, fresh))
 
     def work() -> int:
         connect(device, place, board)
@@ -90,13 +94,13 @@ def connect(device: torch.device, place: Place, board: Board) -> None:
 
 
 def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.device, fresh: bool) -> int:
-    with StopRequest() as stop:
-        console = Console()
-        timeout = settings.run.timeout_s
+    out, timeout = Path(settings.run.out), settings.run.timeout_s
+    with StopRequest() as stop, RunLock(out) as lock:
+        console = Console(file=Screen(sys.stdout))
         mesh = Mesh.build(
             settings.parallel.layout(), timedelta(seconds=timeout), files=timedelta(seconds=max(timeout, FILES_S))
         )
-        out = Path(settings.run.out)
+        by_first(mesh.files, f"cannot use {out}", lock.take)
         if fresh:
             _set_aside(out, Path(settings.data.dir), mesh, console)
         model = family(settings.model, settings.run.seed)
@@ -111,18 +115,23 @@ def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.devic
             _introduce(settings, trainer, console)
         peak, source = total_peak(settings, mesh, place, device)
         outcome = loop.run(stop)
+        closing = None
         if outcome.trained and not outcome.stopped:
             closing = _close(settings, loop, outcome, (peak, source), model.flops_per_token, device)
-            _leave(mesh)  # rank 0 then reports alone: text and tables may take it longer than others may wait
-            if mesh.rank == 0:
-                _report(settings, closing, out, console)
-            return 0
-        if mesh.rank == 0 and not outcome.stopped:
+        elif mesh.rank == 0 and not outcome.stopped and not report_is_of(out / "report.json", outcome.done):
+            closing = recalled(  # the process that trained ended after its last save
+                out / "metrics.jsonl", flops_per_token=model.flops_per_token, peak_flops=peak, peak_source=source,
+                train_loss=outcome.train_loss, valid_loss=outcome.valid_loss, averaged=len(loop.losses),
+                vocab_size=settings.model.vocab_size, done=outcome.done,
+            )  # fmt: skip
+        _leave(mesh)  # rank 0 then reports alone: its text may take longer than others may wait
+        if mesh.rank == 0 and closing:
+            _report(settings, closing, out, console)
+        if mesh.rank == 0 and not outcome.trained and not outcome.stopped:
             console.print(
                 f"the run in {out} is complete at step {outcome.done}; raise run.steps, or start anew with --fresh",
                 highlight=False, markup=False, soft_wrap=True,
             )  # fmt: skip
-        _leave(mesh)
     return 0
 
 
@@ -141,7 +150,12 @@ def _set_aside(out: Path, data: Path, mesh: Mesh, console: Console) -> None:
         if data.resolve() == here:
             raise CheckpointError(f"data.dir={str(data)!r} is run.out and would be moved; give another run.out")
         # `make train` keeps the data of a run inside its folder
-        old = [p for p in out.iterdir() if not data.resolve().is_relative_to(here / p.name)] if out.is_dir() else []
+        stays = (here / LOCK, data.resolve())
+        old = (
+            [p for p in out.iterdir() if not any(s.is_relative_to(here / p.name) for s in stays)]
+            if out.is_dir()
+            else []
+        )
         if not old:
             return ""
         number = 1 + max(
@@ -173,7 +187,8 @@ def _introduce(settings: Settings, trainer: TrainStep, console: Console) -> None
     )  # fmt: skip
     tokenizer, copy = Path(d.dir) / "tokenizer.json", Path(settings.run.out) / "tokenizer.json"
     if tokenizer.is_file() and not (copy.exists() and copy.samefile(tokenizer)):
-        shutil.copyfile(tokenizer, copy)  # a checkpoint is of use without the data
+        with best_effort(f"{copy}, a copy of the data's"):  # a checkpoint is of use without the data
+            write_whole(copy, tokenizer.read_bytes())
 
 
 def total_peak(settings: Settings, mesh: Mesh, place: Place, device: torch.device) -> tuple[float, str]:
@@ -218,7 +233,7 @@ def _close(
         split={part: sum(r[part] for r in ranks) / len(ranks) for part in PARTS},
         peak_memory=max(r["memory"] for r in ranks), memory_sum=sum(r["memory"] for r in ranks),
         train_loss=outcome.train_loss, valid_loss=outcome.valid_loss, vocab_size=settings.model.vocab_size,
-        averaged=len(loop.losses),
+        averaged=len(loop.losses), done=outcome.done,
     )  # fmt: skip
 
 
@@ -245,10 +260,12 @@ def _add_sample(settings: Settings, closing: Closing, out: Path) -> None:
 
 
 def _report(settings: Settings, closing: Closing, out: Path, console: Console) -> None:
-    write_report(out / "report.json", closing)
+    with best_effort("report.json"):
+        write_report(out / "report.json", closing)
     if settings.run.sample_tokens:
         _add_sample(settings, closing, out)
-        write_report(out / "report.json", closing)
+        with best_effort("report.json"):
+            write_report(out / "report.json", closing)
     print_report(console, closing)
     console.print(
         f"written: {out}/metrics.jsonl, tensorboard, report.json, checkpoints",

@@ -28,9 +28,9 @@ from megacore.train.corpus import Corpus
 from megacore.train.data.order import consumed_after
 from megacore.train.failure import StopRequest
 from megacore.train.logical import LogicalTensor
-from megacore.train.metrics import WINDOW, ProgressLine, Writers, read
+from megacore.train.metrics import WINDOW, ProgressLine, Writers, number, read
 from megacore.train.optim import MixedAdamW, learning_rate
-from megacore.train.resume import data_of, model_of
+from megacore.train.resume import changes, data_of, model_of
 from megacore.train.timers import Timers
 
 
@@ -99,6 +99,8 @@ class Loop:
             self.console.print(f"resumed from {found.path} at step {found.step}", **PLAIN)
             for line in (*found.skipped, *left):
                 self.console.print(f"checkpoint skipped: {line}", **PLAIN)
+            for line in changes(found, self.settings):
+                self.console.print(line, **PLAIN)
 
     def save(self) -> None:
         if self.saved == self.done:
@@ -131,6 +133,8 @@ class Loop:
         together(self.mesh.files, "cannot write the metrics", self._open_writers)
         if first:
             self._recall()
+        if self.writes and (why := self._unvalidated()):
+            self.console.print(f"no validation in this run: {why}", **PLAIN)
         self.line = ProgressLine(self.console, first, last, run.log_every) if self.writes else None
         stopped, spent = False, 0.0
         try:
@@ -222,6 +226,13 @@ class Loop:
             self.writers.write(self.done, {"valid_loss": self.valid[1]})
         self._note(f"step {self.done}: validation loss {self.valid[1]:.4f}")
 
+    def _unvalidated(self) -> str:
+        """Why there will be no validation loss; empty where there will be one."""
+        if not self.settings.run.eval_steps:
+            return "run.eval_steps = 0"
+        where = self.settings.data.dir
+        return f"{where} has no valid.idx; prepare with a larger --valid-fraction" if self.corpus.valid is None else ""
+
     def _mean_loss(self, held_out: Corpus) -> float:
         size, samples = self.settings.data.global_batch, len(held_out.train)
         total, counted, consumed = 0.0, 0, 0
@@ -243,8 +254,8 @@ class Loop:
 
         def recent() -> tuple[list[float], tuple[int, float] | None]:
             rows = read(self.out / "metrics.jsonl")
-            losses = [row["loss"] for row in rows if "loss" in row]
-            valid = [(row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row]
+            losses = [loss for row in rows if (loss := number(row, "loss")) is not None]
+            valid = [(row["step"], loss) for row in rows if (loss := number(row, "valid_loss")) is not None]
             return losses[-WINDOW:], valid[-1] if valid else None
 
         losses, self.valid = by_first(self.mesh.files, "cannot read the metrics", recent)

@@ -18,13 +18,12 @@ from megacore.train.precision import precision
 
 
 def open_checkpoint(path: str | Path) -> checkpoint.Found:
-    """A checkpoint, the newest of a folder of checkpoints, or the newest of a run's folder."""
+    """The checkpoint that `path` is, by its content and not its name; else the newest of a folder of checkpoints, or of
+    a run's folder."""
     path = Path(path)
     if (path / "metadata.json").is_file():
-        folder, step = path.parent, int("".join(c for c in path.name if c.isdigit()) or 0)
-        found = checkpoint.find(folder, step=step)
-    else:
-        found = checkpoint.find(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+        return checkpoint.read(path)
+    found = checkpoint.find(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if found is None:
         raise ValueError(f"checkpoint={str(path)!r} holds no checkpoint; give a run's folder or one of its checkpoints")
     return found
@@ -101,7 +100,8 @@ def continue_text(
 
 def _tokenizer_of(found: checkpoint.Found) -> Path:
     data = Path(found.extra["settings"]["data"]["dir"])
-    places = [found.path.parent.parent / "tokenizer.json", data / "tokenizer.json"]
+    run = found.path.resolve().parent.parent  # also where a link from elsewhere led here
+    places = [run / "tokenizer.json", data / "tokenizer.json"]
     for place in places:
         if place.is_file():
             return place

@@ -133,14 +133,16 @@ class TrainStep:
     def step(
         self,
         microbatches: Sequence[MicroBatch],
-        valid: int,
+        valid: int | None,
         lr: float,
         inspect: Callable[[GradBuffers], None] | None = None,
     ) -> StepResult:
         """Forward, backward, reduction, clipping and AdamW. A batch without valid tokens has loss 0 and changes
-        nothing.
+        nothing. valid: None to have it counted here, for one small all-reduce more; a number that is not the count is
+        refused, on every rank, before anything is changed (ValueError).
         `inspect` is shown the finished gradients before they are clipped."""
         start, before = perf_counter(), self._waits()
+        valid = self._counted(microbatches, valid)
         self.stage.train()
         self.buffers.zero()
         loss_of = self._loss(valid, self._live(len(microbatches)))
@@ -149,8 +151,8 @@ class TrainStep:
         if inspect is not None:
             inspect(self.buffers)
         norm, _ = global_norm(self.buffers, self.recs, self.mesh)
+        loss = self._over_world(losses, microbatches, valid)
         info = self.optimizer.step(lr, norm, self.optim.clip, num_valid=valid)
-        loss = self._over_world(losses)
         seconds = {"total": perf_counter() - start} | {k: now - before[k] for k, now in self._waits().items()}
         return StepResult(loss, info.norm, info.skipped, seconds)
 
@@ -166,10 +168,12 @@ class TrainStep:
             "data_parallel": self.buffers.wait_seconds + self.mesh.world.waited[0],
         }
 
-    def evaluate(self, microbatches: Sequence[MicroBatch], valid: int) -> float:
-        """The loss of a global batch, in eval mode and without gradients; the same on every rank."""
+    def evaluate(self, microbatches: Sequence[MicroBatch], valid: int | None) -> float:
+        """The loss of a global batch, in eval mode and without gradients; the same on every rank. `valid` as in
+        `step`."""
+        valid = self._counted(microbatches, valid)
         self.stage.eval()
-        return self._over_world(self.executor.evaluate(microbatches, self._loss(valid)))
+        return self._over_world(self.executor.evaluate(microbatches, self._loss(valid)), microbatches, valid)
 
     def _live(self, microbatches: int) -> int:
         """How many losses of the last stage wait for their backward at once: 1 with 1f1b, all with gpipe."""
@@ -205,13 +209,38 @@ class TrainStep:
         held = chunk_rows_for(tokens, -(-plan.vocab_size // t), self.dtype, self.device.type)
         return tokens * row, (min(held, tokens) if self.fused_loss else tokens) * row
 
-    def _over_world(self, losses: Sequence[Tensor]) -> float:
-        """Sum of the micro-batches' losses over data-parallel ranks, told to every rank; tp ranks hold the same
-        bits."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+    def _counted(self, microbatches: Sequence[MicroBatch], valid: int | None) -> int:
+        """`valid`, or the global count where it is None."""
+        if valid is None:
+            count = torch.tensor(self._mine(microbatches), dtype=torch.int64, device=self.device)
+            return int(all_reduce_(count, self.mesh.world).item())
+        if isinstance(valid, bool) or valid % 1 != 0 or valid < 0:  # NaN % 1 is no 0 either
+            raise ValueError(f"valid={valid!r} is no number of targets; give the global batch's count, or None")
+        return int(valid)
+
+    def _mine(self, microbatches: Sequence[MicroBatch]) -> int:
+        """Counted targets, once a replica: all ranks of a tp x pp block are given the same micro-batches."""
+        return sum(batch.valid for batch in microbatches) if self.mesh.model.index == 0 else 0
+
+    def _over_world(self, losses: Sequence[Tensor], microbatches: Sequence[MicroBatch], valid: int) -> float:
+        """Sum of the micro-batches' losses over data-parallel ranks, told to every rank; tp ranks hold the same bits.
+
+        With it go the targets that were counted and what each rank was told of them. The mean of squares is the square
+        of the mean only where all are equal, so that every rank sees a wrong number of any (squares of the low bits:
+        their sum is exact in fp64)."""
+        total, low = torch.zeros(5, dtype=torch.float64, device=self.device), float(valid % 2**20)
         if losses and self.mesh.tp.index == 0:
-            total += torch.stack([value.double() for value in losses]).sum()
-        return all_reduce_(total, self.mesh.world).item()
+            total[0] += torch.stack([value.double() for value in losses]).sum()
+        mine = [float(self._mine(microbatches)), float(valid), low, low * low]
+        total[1:] = torch.tensor(mine, dtype=torch.float64)
+        loss, counted, *told = all_reduce_(total, self.mesh.world).tolist()
+        low = counted % 2**20
+        if told != [self.mesh.world.size * value for value in (counted, low, low * low)]:
+            raise ValueError(
+                f"valid={valid} on this rank, and the global batch has {int(counted)} counted targets; "
+                "give that number on every rank, or None to have them counted"
+            )
+        return loss
 
     def logical(self) -> dict[str, LogicalTensor]:
         """What a checkpoint holds: parameters under model/, masters and moments under optim/."""

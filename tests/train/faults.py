@@ -149,17 +149,25 @@ def _differs(victim: int, *options: str):
     return plant
 
 
-def _other_data(rank: int) -> None:
-    """Rank 3's copy of the data has one token changed; its index, names and counts are the same."""
-    from megacore.train import start
+def _given(victim: int, change):
+    """One rank is started with other settings or data: `change(settings, corpus, fresh)` on what it has read."""
 
-    plain = start.digest
+    def plant(rank: int) -> None:
+        from megacore.train import job
 
-    def digest(path):
-        return plain(path) + "0" * (path.name == "train.bin")
+        plain_check, plain_facts = job.check_files, job.facts
 
-    if rank == 3:
-        start.digest = digest
+        def check_files(settings, fresh):
+            settings, corpus = plain_check(settings, fresh)
+            return (change["settings"](settings), corpus) if "settings" in change else (settings, corpus)
+
+        def facts(settings, corpus, device, fresh):
+            return {**plain_facts(settings, corpus, device, fresh), **change.get("facts", {})}
+
+        if rank == victim:
+            job.check_files, job.facts = check_files, facts
+
+    return plant
 
 
 def _slow_report(rank: int) -> None:
@@ -181,7 +189,17 @@ def _slow_save(rank: int) -> None:
         commit.commit = slow
 
 
+def _set(section: str, **values):
+    from dataclasses import replace
+
+    return lambda settings: replace(settings, **{section: replace(getattr(settings, section), **values)})
+
+
 FAULTS = {
+    "other rate": _given(1, {"settings": _set("optim", lr=0.5)}),
+    "other layout": _given(3, {"settings": _set("parallel", tp=1, dp=4)}),
+    "other tokens": _given(2, {"facts": {"data.dir train.bin": "80 bytes, 00"}}),
+    "other flag": _given(2, {"facts": {"--fresh": True}}),
     "dataset raises": _in_batch(1, _sample_7),
     "iterator ends early": _in_batch(2, _end),
     "folder cannot be written": _cannot_write,
@@ -196,10 +214,7 @@ FAULTS = {
     "words": _in_batch(1, _words),
     "unprintable": _in_batch(1, _raise_unprintable),
     "thread": _in_batch(1, _thread, step=2),
-    "other rate": _differs(2, "--optim.lr=0.5"),
-    "other layout": _differs(1, "--parallel.tp=4", "--parallel.dp=1", "--parallel.pp=1"),
     "wrong layout": _differs(1, "--parallel.tp=3"),
-    "other data": _other_data,
     "slow report": _slow_report,
     "slow save": _slow_save,
 }
