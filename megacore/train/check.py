@@ -37,6 +37,7 @@ def _check_ranges(settings: Settings) -> None:
     _at_least(1, {"data.global_batch": d.global_batch, "data.micro_batch": d.micro_batch})
     _at_least(1, {"run.steps": r.steps, "run.log_every": r.log_every, "run.keep": r.keep})
     _at_least(0, {"run.eval_every": r.eval_every, "run.eval_steps": r.eval_steps, "run.save_every": r.save_every})
+    _at_least(0, {"run.max_skipped": r.max_skipped})
     _at_least(0, {"run.stop_at": r.stop_at, "run.threads": r.threads, "run.peak_tflops": r.peak_tflops})
     _at_least(
         0,

@@ -121,6 +121,7 @@ class RunSettings:
     keep: int = 2  # checkpoints kept
     tensorboard: bool = True
     peak_tflops: float = 0.0  # peak of one device for MFU; 0: from the device's name, or measured (fp32 matmul) on CPU
+    max_skipped: int = 10  # steps in a row without finite gradients after which the run has diverged and ends; 0: never
     timeout_s: float = 600.0  # a collective that waits longer ends the run
     sample_tokens: int = 96  # length of the text in the closing report; 0: none
     sample_prompt: str = "def "

@@ -27,10 +27,11 @@ from megacore.train.config import Settings, describe
 from megacore.train.corpus import Corpus
 from megacore.train.data.order import consumed_after
 from megacore.train.failure import StopRequest
+from megacore.train.health import Health
 from megacore.train.logical import LogicalTensor
 from megacore.train.metrics import WINDOW, ProgressLine, Writers, number, read
 from megacore.train.optim import MixedAdamW, learning_rate
-from megacore.train.resume import changes, data_of, model_of
+from megacore.train.resume import changes, data_of, model_of, of_a_run
 from megacore.train.timers import Timers
 
 
@@ -43,6 +44,8 @@ class Step(Protocol):
     def step(self, microbatches: list[MicroBatch], valid: int, lr: float) -> Any: ...
 
     def evaluate(self, microbatches: list[MicroBatch], valid: int) -> float: ...
+
+    def probe(self, microbatches: list[MicroBatch]) -> float: ...
 
     def logical(self) -> dict[str, LogicalTensor]: ...
 
@@ -76,6 +79,7 @@ class Loop:
         self.done = 0
         self.saved = -1  # the step of the newest checkpoint
         self.losses: deque[float] = deque(maxlen=WINDOW)
+        self.health = Health(settings.run.max_skipped)
         self.valid: tuple[int, float] | None = None  # the newest evaluation: step, loss
 
     @property
@@ -92,7 +96,7 @@ class Loop:
             return
         with self.timers.measure("checkpoint"):
             checkpoint.load(found, self.trainer.logical(), group=self.mesh.files, model=model_of(self.settings))
-            self.trainer.loaded(found.extra["optimizer_steps"])
+            self.trainer.loaded(of_a_run(found)["optimizer_steps"])
         left = checkpoint.continue_from(found, group=self.mesh.files)
         self.done = self.saved = found.step
         if self.writes:
@@ -102,9 +106,14 @@ class Loop:
             for line in changes(found, self.settings):
                 self.console.print(line, **PLAIN)
 
-    def save(self) -> None:
+    def save(self) -> bool:
+        """Save, unless the weights are good for nothing: such a checkpoint would be the one to go on from, and `keep`
+        would delete a good one for it. Returns whether the newest checkpoint is of this step."""
         if self.saved == self.done:
-            return
+            return True
+        if self.health.batch is not None and not math.isfinite(loss := self.trainer.probe(self.health.batch)):
+            self._note(f"step {self.done}: not saved: the loss of its weights is {loss}")
+            return False
         extra = {
             "model": model_of(self.settings), "data": data_of(self.settings, self.corpus),
             "settings": describe(self.settings),
@@ -117,6 +126,7 @@ class Loop:
             )  # fmt: skip
         self.saved = self.done
         self._note(f"step {self.done}: saved {path}")
+        return True
 
     # ---- training
 
@@ -153,7 +163,8 @@ class Loop:
                 self._note(f"step {self.done}: asked to stop; saving and leaving")
             else:
                 self.evaluate()
-            self.save()
+            if not self.save():
+                raise self.health.diverged(self.done, self.saved, self.out)
         finally:
             if self.line:
                 self.line.__exit__(None, None, None)
@@ -178,6 +189,7 @@ class Loop:
             self.done, peak=s.optim.lr, minimum=s.optim.min_lr, warmup=s.optim.warmup_steps, total=s.run.steps
         )
         result = self.trainer.step(batch, valid, rate)
+        ended = self.health.saw(batch, result)
         self._account(result.seconds)
         self.done += 1
         self.losses.append(result.loss)
@@ -191,6 +203,8 @@ class Loop:
             self.line.show(self.done, values, seconds, tokens)
             if result.skipped:
                 self._note(f"step {self.done}: skipped, {result.skipped}")
+        if ended:
+            raise self.health.diverged(self.done, self.saved, self.out)
         return seconds
 
     def _account(self, seconds: Mapping[str, float]) -> None:

@@ -69,6 +69,18 @@ def check_checkpoint(settings: Settings, corpus: Corpus) -> None:
         refuse_change(found, {**model_of(settings), **data_of(settings, corpus)})
 
 
+def of_a_run(found: checkpoint.Found) -> Mapping[str, Any]:
+    """`extra` of a checkpoint that `megacore train` saved; CheckpointError where something of it is not there."""
+    kinds = {"model": dict, "data": dict, "settings": dict, "consumed": int, "optimizer_steps": int}
+    for name, kind in kinds.items():
+        value = found.extra.get(name)
+        if type(value) is not kind or (kind is int and value < 0):
+            raise CheckpointError(
+                f"{found.path}: {name}={str(value)[:60]!r} is not what a run writes; give a checkpoint of a run"
+            )
+    return found.extra
+
+
 # What may differ between two starts of a run and changes its numbers or its curve. (Another model or another order of
 # the data is refused; where files lie, what is printed and how often is the user's own business.)
 TOLD = ("optim", "parallel")
@@ -77,10 +89,11 @@ TOLD_FIELDS = ("run.steps", "run.fused_loss", "data.micro_batch")
 
 def changes(found: checkpoint.Found, settings: Settings) -> list[str]:
     """One line where this run goes on otherwise than the one that saved the checkpoint: each field, then and now."""
-    then, now = found.extra.get("settings", {}), describe(settings)
+    then, now = of_a_run(found)["settings"], describe(settings)
     told = []
     for section, fields in now.items():
-        before = then.get(section, {})
+        before = then.get(section)
+        before = before if isinstance(before, dict) else {}
         for name, value in fields.items():
             full = f"{section}.{name}"
             watched = section in TOLD or full in TOLD_FIELDS
@@ -92,7 +105,8 @@ def changes(found: checkpoint.Found, settings: Settings) -> list[str]:
 
 
 def refuse_change(found: checkpoint.Found, now: Mapping[str, Any]) -> None:
-    then = {**found.extra.get("model", {}), **found.extra.get("data", {})}
+    extra = of_a_run(found)
+    then = {**extra["model"], **extra["data"]}
     for key, value in json.loads(json.dumps(now)).items():
         if key in then and then[key] != value:
             raise CheckpointError(

@@ -15,6 +15,7 @@ from megacore.train.assemble import family
 from megacore.train.config import ModelSettings, from_tree
 from megacore.train.data import tokenizer as bpe
 from megacore.train.precision import precision
+from megacore.train.resume import of_a_run
 
 
 def open_checkpoint(path: str | Path) -> checkpoint.Found:
@@ -31,13 +32,14 @@ def open_checkpoint(path: str | Path) -> checkpoint.Found:
 
 def load_model(found: checkpoint.Found) -> tuple[nn.Module, ModelSettings]:
     """The plain model with the checkpoint's weights, ready for generation (fp32 unless it was trained in fp64)."""
-    settings = from_tree(found.extra["settings"], str(found.path)).model
+    extra = of_a_run(found)
+    settings = from_tree(extra["settings"], str(found.path)).model
     with torch.device("meta"):
         model = family(settings, seed=0).build()
     tied = {other: first for first, *others in tied_names(model) for other in others}
     names = [name for name, _ in model.named_parameters()]
     full = checkpoint.read_full(found, [f"model/{name}" for name in names])
-    dtype = precision(found.extra["model"]["precision"]).main
+    dtype = precision(str(extra["model"].get("precision"))).main
     weights = {name: full[f"model/{name}"].to(dtype) for name in names}
     model.load_state_dict(weights | {other: weights[first] for other, first in tied.items()}, assign=True)
     return model.eval(), settings
