@@ -22,6 +22,7 @@ from tyro.conf import Positional
 from megacore import program
 from megacore.comm.hosts import crossing, place_ranks
 from megacore.comm.mesh import ORDER, Layout
+from megacore.installation import example_config
 from megacore.train import config
 from megacore.train.check import check
 from megacore.train.config import ALIASES, Settings
@@ -86,8 +87,8 @@ def _parse_train(argv: Sequence[str]) -> TrainCommand:
     default = TrainCommand(**{f.name: getattr(base, f.name) for f in fields(Settings)})
     if path is None and not {"-h", "--help"} & set(args):
         if words:
-            raise ValueError(f"CONFIG={words[0]!r} is no .toml file; for example: megacore train configs/stdlib.toml")
-        raise ValueError("CONFIG is missing; for example: megacore train configs/stdlib.toml --nproc 8")
+            raise ValueError(f"CONFIG={words[0]!r} is no .toml file; for example: megacore train {example_config()}")
+        raise ValueError(f"CONFIG is missing; for example: megacore train {example_config()} --nproc 8")
     command, unknown = tyro.cli(
         TrainCommand, args=args, default=default, prog="megacore train", return_unknown_args=True
     )
@@ -307,7 +308,7 @@ def _say_once(line: str, say: Callable[[], None]) -> None:
 
 def _usage() -> str:
     rows = "\n".join(f"  {name:8}  {function.__doc__}" for name, function in COMMANDS.items())
-    return f"megacore COMMAND ...\n\n{rows}\n\nmegacore COMMAND --help names the options."
+    return f"megacore COMMAND ...\n\n{rows}\n\nmegacore COMMAND --help names the options; --version what is installed."
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
