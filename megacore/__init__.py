@@ -1,6 +1,10 @@
 """3D-parallel (data x tensor x pipeline) training of Transformers in PyTorch."""
 
-import torch  # megacore._C links against the libraries that torch loads
+from megacore import program
+
+program.begin()  # before torch: Ctrl-C in its seconds of import, and ranks whose torchrun goes meanwhile
+
+import torch  # noqa: E402  (megacore._C links against the libraries that torch loads)
 
 __version__ = "0.1.0"
 

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.table import Table
 from tyro.conf import Positional
 
+from megacore import program
 from megacore.comm.hosts import crossing, place_ranks
 from megacore.comm.mesh import ORDER, Layout
 from megacore.installation import example_config
@@ -61,7 +62,7 @@ def train_main(argv: Sequence[str]) -> int:
     check(settings, command.nproc or place.world)
     check_files(settings, command.fresh)  # before any process is started; each rank checks again, on its own host
     if command.nproc > 1:
-        return launch(command.nproc, ["train", *_without_nproc(argv)], os.environ)
+        return program.leave(launch(command.nproc, ["train", *_without_nproc(argv)], os.environ))
     from megacore.train import (
         job,  # the model, optimizer and compiler: 3 s that the launcher and topo need not wait for
     )
@@ -74,7 +75,8 @@ def place_of(env: Mapping[str, str]) -> Place:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return Place()
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-    return Place(rank, world, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world)))
+    local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world))
+    return Place(rank, world, *local, int(env.get("TORCHELASTIC_RESTART_COUNT", 0)), "TORCHELASTIC_RUN_ID" in env)
 
 
 def _parse_train(argv: Sequence[str]) -> TrainCommand:
@@ -278,17 +280,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"megacore: unknown command {command!r}; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    if command != "train":  # it listens for Ctrl-C by itself once it has imported what it needs
+        program.interruptible()
     try:
         return COMMANDS[command](rest)
     except BrokenPipeError:
         return 1
-    except KeyboardInterrupt:  # before the ranks listen for it
-        print(f"megacore {command}: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt:
+        if program.speaks(os.environ):
+            print(f"megacore {command}: interrupted", file=sys.stderr)
+        return program.INTERRUPTED
     except (ValueError, OSError) as error:
+        line = " ".join(str(error).split())
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(f"megacore {command}: {rank}error: {' '.join(str(error).split())}", file=sys.stderr)
+        _say_once(line, lambda: print(f"megacore {command}: {rank}error: {line}", file=sys.stderr))
         return 2
+
+
+def _say_once(line: str, say: Callable[[], None]) -> None:
+    """Says it, unless this is a rank of torchrun's and a peer has said the same."""
+    from megacore.train.start import say_once  # what only ranks need
+
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("MASTER_PORT")
+    port = int(os.environ["MASTER_PORT"]) if agent else None
+    say_once(place_of(os.environ), port, os.environ.get("MASTER_ADDR", ""), line, say)
 
 
 def _usage() -> str:

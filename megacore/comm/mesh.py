@@ -162,6 +162,7 @@ class Mesh:
     expert_dp: Group = SOLO
     world: Group = SOLO
     pp_up: Group = SOLO
+    files: Group = SOLO  # the world once more: agreement about files, on which one rank may work for long
 
     @property
     def stage(self) -> int:
@@ -176,10 +177,12 @@ class Mesh:
         return self.pp.index == self.pp.size - 1
 
     @classmethod
-    def build(cls, layout: Layout, timeout: timedelta | None = None) -> Mesh:
+    def build(cls, layout: Layout, timeout: timedelta | None = None, files: timedelta | None = None) -> Mesh:
         """Collective over the default process group. Raises ValueError on every rank, before any collective, when the
         world is not tp*cp*dp*pp. Every rank creates every group in the same order; equal memberships share one
-        communicator; groups of one create nothing."""
+        communicator; groups of one create nothing. `timeout`: how long a collective of any group may wait, by default
+        as long as the default group's. `files`: another time-out for the group `files`, which then has a gloo
+        communicator of its own; otherwise it is the world."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         if layout.world != world:
             raise ValueError(
@@ -187,6 +190,7 @@ class Mesh:
                 f"start {layout.world} processes or change the layout"
             )
         rank = dist.get_rank() if world > 1 else 0
+        timeout = timeout or _default_timeout()
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
         def create(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -206,6 +210,9 @@ class Mesh:
                 pg = create(ranks)
                 if rank in ranks:
                     mine["pp_up"] = Group(ranks, ranks.index(rank), pg)
+        mine["files"] = mine["world"]
+        if files is not None and world > 1:
+            mine["files"] = Group(mine["world"].ranks, rank, dist.new_group(timeout=files, backend="gloo"))
         return cls(layout=layout, rank=rank, **mine)
 
     def destroy(self) -> None:
@@ -221,9 +228,19 @@ class Mesh:
             self.ep,
             self.expert_dp,
             self.pp_up,
+            self.files,
         )
         for pg in {id(g.pg): g.pg for g in groups if g.pg not in (None, dist.group.WORLD)}.values():
             dist.destroy_process_group(pg)
+
+
+def _default_timeout() -> timedelta | None:
+    """How long the default group waits; new_group would wait for 30 minutes, whatever that is."""
+    try:
+        pg = dist.group.WORLD
+        return pg._get_backend(pg._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):  # no group, or a torch that keeps it elsewhere
+        return None
 
 
 def layouts(world: int) -> list[Layout]:

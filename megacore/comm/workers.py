@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megacore.comm.store import loopback_store
+
 GRACE = 3.0  # seconds in which other ranks may still report, once one has failed: the cause is often the second message
 
 
@@ -28,6 +31,7 @@ class WorkerError(RuntimeError):
 
 def _serve(conn: Connection, rank: int, threads: int, port: int) -> None:
     torch.set_num_threads(threads)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the parent's to answer; it ends us then
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
@@ -71,7 +75,7 @@ class WorkerPool:
         self._start()
 
     def _start(self) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = loopback_store()
         self._workers, self._conns = [], []
         for rank in range(self.size):
             ours, theirs = self._context.Pipe()

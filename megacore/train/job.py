@@ -13,26 +13,29 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from megacore.comm.mesh import SOLO, Group, Mesh
+from megacore.comm.mesh import Mesh
 from megacore.train import checkpoint
 from megacore.train.agreement import CheckpointError, by_first, together
 from megacore.train.assemble import family
 from megacore.train.config import Settings
 from megacore.train.corpus import Corpus
-from megacore.train.failure import FailureBoard, StopRequest, guard
+from megacore.train.failure import StopRequest, guard
 from megacore.train.launch import Place
 from megacore.train.lock import NAME as LOCK
 from megacore.train.lock import RunLock
 from megacore.train.loop import Loop, Outcome
 from megacore.train.outlets import Screen, best_effort, write_whole
 from megacore.train.peak import gpu_peak, measure_cpu_peak
+from megacore.train.peers import Board
 from megacore.train.report import Closing, print_report, recalled, report_is_of, write_report
 from megacore.train.resume import check_files
-from megacore.train.same import check_same, facts
+from megacore.train.same import facts
 from megacore.train.sample import continue_text
+from megacore.train.start import join, meet
 from megacore.train.step import TrainStep
 from megacore.train.timers import PARTS
 
+FILES_S = 1800.0  # one rank may work on files for so long, or for run.timeout_s if that is more, while others wait
 SAMPLED_PARAMETERS = 200_000_000  # up to here the closing report has a sample of text
 
 
@@ -41,8 +44,15 @@ def run(settings: Settings, place: Place, fresh: bool = False) -> int:
     settings, corpus = check_files(settings, fresh)
     device = choose_device(settings.run.device, place.local_rank)
     set_arithmetic(settings.run.threads, place.local_world, device)
-    store = connect(device, place, settings.run.timeout_s)
-    return guard(lambda: _train(settings, corpus, place, device, fresh), FailureBoard(place.rank, store))
+    board = join(place, settings.run.timeout_s)
+    if board.store is not None:
+        meet(board, facts(settings, corpus, device, fresh))
+
+    def work() -> int:
+        connect(device, place, board)
+        return _train(settings, corpus, place, device, fresh)
+
+    return guard(work, board, os.getppid() if place.elastic else None)
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -72,25 +82,25 @@ def set_arithmetic(threads: int, local_world: int, device: torch.device) -> None
         )
 
 
-def connect(device: torch.device, place: Place, timeout_s: float) -> dist.Store | None:
-    """Join the job's process group. Returns a connection of its own to the job's store, None for a world of one."""
-    if place.world == 1:
-        return None
-    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    options = {"device_id": device} if device.type == "cuda" else {}
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, **options)
-    return dist.PrefixStore("megacore", store.clone())
+def connect(device: torch.device, place: Place, board: Board) -> None:
+    """Join the job's process group; a world of one has none."""
+    if place.world > 1:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        options = {"device_id": device} if device.type == "cuda" else {}
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("groups", board.store.clone()), rank=place.rank, world_size=place.world,
+            timeout=timedelta(seconds=board.timeout_s), **options,
+        )  # fmt: skip
 
 
 def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.device, fresh: bool) -> int:
-    out = Path(settings.run.out)
+    out, timeout = Path(settings.run.out), settings.run.timeout_s
     with StopRequest() as stop, RunLock(out) as lock:
-        console, world = Console(file=Screen(sys.stdout)), everybody()
-        check_same(world, facts(settings, corpus, device, fresh))
-        by_first(world, f"cannot use {out}", lock.take)
-        mesh = Mesh.build(settings.parallel.layout())
+        console = Console(file=Screen(sys.stdout))
+        mesh = Mesh.build(
+            settings.parallel.layout(), timedelta(seconds=timeout), files=timedelta(seconds=max(timeout, FILES_S))
+        )
+        by_first(mesh.files, f"cannot use {out}", lock.take)
         if fresh:
             _set_aside(out, Path(settings.data.dir), mesh, console)
         model = family(settings.model, settings.run.seed)
@@ -105,36 +115,29 @@ def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.devic
             _introduce(settings, trainer, console)
         peak, source = total_peak(settings, mesh, place, device)
         outcome = loop.run(stop)
+        closing = None
         if outcome.trained and not outcome.stopped:
             closing = _close(settings, loop, outcome, (peak, source), model.flops_per_token, device)
-            if mesh.rank == 0:
-                _report(settings, closing, out, console)
-        elif mesh.rank == 0 and not outcome.stopped:
-            if not report_is_of(out / "report.json", outcome.done):  # its process ended after the last save
-                closing = recalled(
-                    out / "metrics.jsonl", flops_per_token=model.flops_per_token, peak_flops=peak, peak_source=source,
-                    train_loss=outcome.train_loss, valid_loss=outcome.valid_loss, averaged=len(loop.losses),
-                    vocab_size=settings.model.vocab_size, done=outcome.done,
-                )  # fmt: skip
-                _report(settings, closing, out, console)
+        elif mesh.rank == 0 and not outcome.stopped and not report_is_of(out / "report.json", outcome.done):
+            closing = recalled(  # the process that trained ended after its last save
+                out / "metrics.jsonl", flops_per_token=model.flops_per_token, peak_flops=peak, peak_source=source,
+                train_loss=outcome.train_loss, valid_loss=outcome.valid_loss, averaged=len(loop.losses),
+                vocab_size=settings.model.vocab_size, done=outcome.done,
+            )  # fmt: skip
+        _leave(mesh)  # rank 0 then reports alone: its text may take longer than others may wait
+        if mesh.rank == 0 and closing:
+            _report(settings, closing, out, console)
+        if mesh.rank == 0 and not outcome.trained and not outcome.stopped:
             console.print(
                 f"the run in {out} is complete at step {outcome.done}; raise run.steps, or start anew with --fresh",
                 highlight=False, markup=False, soft_wrap=True,
             )  # fmt: skip
-        _leave(mesh)
     return 0
-
-
-def everybody() -> Group:
-    """All ranks as they joined, before any layout is agreed on."""
-    if not dist.is_initialized():
-        return SOLO
-    return Group(tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
 
 
 def _leave(mesh: Mesh) -> None:
     if mesh.world.size > 1:
-        dist.barrier(group=mesh.world.pg)  # rank 0 writes the report last: who leaves early looks like a failed peer
+        dist.barrier(group=mesh.files.pg)  # who leaves while another still communicates looks like a failed peer
         mesh.destroy()
         dist.destroy_process_group()
 
@@ -164,7 +167,7 @@ def _set_aside(out: Path, data: Path, mesh: Mesh, console: Console) -> None:
             path.rename(aside / path.name)
         return str(aside)
 
-    moved = by_first(mesh.world, f"cannot move {out} aside", move)
+    moved = by_first(mesh.files, f"cannot move {out} aside", move)
     if moved and mesh.rank == 0:
         console.print(f"--fresh: the earlier run is now {moved}", highlight=False, markup=False, soft_wrap=True)
 
@@ -208,7 +211,7 @@ def total_peak(settings: Settings, mesh: Mesh, place: Place, device: torch.devic
     mine = measure_cpu_peak(cores) if place.local_rank == 0 else 0.0
     total = torch.tensor([mine, float(place.local_rank == 0)], dtype=torch.float64)
     if world > 1:
-        dist.all_reduce(total, group=mesh.world.pg)
+        dist.all_reduce(total, group=mesh.files.pg)
     flops, hosts = total.tolist()
     where = f"{cores} cores" + (f" of {hosts:.0f} hosts" if hosts > 1 else "")
     return (

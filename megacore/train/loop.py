@@ -22,7 +22,7 @@ from rich.console import Console
 from megacore.comm.mesh import Mesh
 from megacore.parallel.batch import MicroBatch
 from megacore.train import checkpoint
-from megacore.train.agreement import by_first
+from megacore.train.agreement import by_first, together
 from megacore.train.config import Settings, describe
 from megacore.train.corpus import Corpus
 from megacore.train.data.order import consumed_after
@@ -90,14 +90,14 @@ class Loop:
 
     def resume(self) -> None:
         """Continue from the newest valid checkpoint, if there is one."""
-        checkpoint.check_shared(self.out / "checkpoints", self.mesh.world)
-        found = checkpoint.find(self.out / "checkpoints", group=self.mesh.world)
+        checkpoint.check_shared(self.out / "checkpoints", self.mesh.files)
+        found = checkpoint.find(self.out / "checkpoints", group=self.mesh.files)
         if found is None:
             return
         with self.timers.measure("checkpoint"):
-            checkpoint.load(found, self.trainer.logical(), group=self.mesh.world, model=model_of(self.settings))
+            checkpoint.load(found, self.trainer.logical(), group=self.mesh.files, model=model_of(self.settings))
             self.trainer.loaded(of_a_run(found)["optimizer_steps"])
-        left = checkpoint.continue_from(found, group=self.mesh.world)
+        left = checkpoint.continue_from(found, group=self.mesh.files)
         self.done = self.saved = found.step
         if self.writes:
             self.console.print(f"resumed from {found.path} at step {found.step}", **PLAIN)
@@ -122,7 +122,7 @@ class Loop:
         with self.timers.measure("checkpoint"):
             path = checkpoint.save(
                 self.out / "checkpoints", self.done, self.trainer.logical(), extra,
-                group=self.mesh.world, replicas=self.mesh.dp_cp, keep=self.settings.run.keep,
+                group=self.mesh.files, replicas=self.mesh.dp_cp, keep=self.settings.run.keep,
             )  # fmt: skip
         self.saved = self.done
         self._note(f"step {self.done}: saved {path}")
@@ -139,7 +139,8 @@ class Loop:
         """Train up to the last step, or until the ranks agree that one was asked to stop."""
         run, last, first = self.settings.run, self.settings.last_step, self.done
         self.timers.begin()
-        self.writers = Writers(self.out, first, run.tensorboard) if self.writes else None
+        self.writers: Writers | None = None
+        together(self.mesh.files, "cannot write the metrics", self._open_writers)
         if first:
             self._recall()
         if self.writes and (why := self._unvalidated()):
@@ -173,6 +174,10 @@ class Loop:
         tokens = trained * self.settings.data.global_batch * self.settings.model.seq_length
         mean = sum(self.losses) / len(self.losses) if self.losses else math.nan
         return Outcome(self.done, trained, tokens, spent, mean, self.valid[1] if self.valid else None, stopped)
+
+    def _open_writers(self) -> None:
+        if self.writes:
+            self.writers = Writers(self.out, self.done, self.settings.run.tensorboard)
 
     def _one_step(self) -> float:
         began, s = time.perf_counter(), self.settings
@@ -267,7 +272,7 @@ class Loop:
             valid = [(row["step"], loss) for row in rows if (loss := number(row, "valid_loss")) is not None]
             return losses[-WINDOW:], valid[-1] if valid else None
 
-        losses, self.valid = by_first(self.mesh.world, "cannot read the metrics", recent)
+        losses, self.valid = by_first(self.mesh.files, "cannot read the metrics", recent)
         self.losses.extend(losses)
 
     def _note(self, text: str) -> None:

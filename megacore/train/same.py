@@ -1,4 +1,4 @@
-"""Ranks that were given different things do not train: settings, data and programs are compared before any group is
+"""What every rank of a job must be given alike: settings, data and programs. start.py compares it before any group is
 built, and the field that differs is named with its ranks."""
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from megacore.comm.mesh import Group
-from megacore.train.agreement import CheckpointError, together
 from megacore.train.config import Settings, describe
 from megacore.train.corpus import Corpus
 from megacore.train.resume import data_of
@@ -57,13 +55,6 @@ def fingerprint(path: Path) -> str:
             file.seek(max(0, size - BLOCK) * number // (BLOCKS - 1))
             digest.update(file.read(BLOCK))
     return f"{size} bytes, {digest.hexdigest()}"
-
-
-def check_same(group: Group, mine: Mapping[str, Any]) -> None:
-    """Collective. CheckpointError on every rank with the first field that is not the same everywhere."""
-    difference = first_difference(together(group, "ranks cannot compare their settings", lambda: dict(mine)))
-    if difference:
-        raise CheckpointError(f"{difference}; start every rank with the same settings, data and programs")
 
 
 def first_difference(given: Sequence[Mapping[str, Any]]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 
 import torch
 
@@ -104,6 +106,49 @@ def _stuck_peer(rank: int) -> None:
     _in_batch(2, hang)(rank)
 
 
+def _stop(_):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _hang(_):
+    while True:
+        time.sleep(0.01)
+
+
+def _words(_):
+    raise RuntimeError("the feature store's socket timed out (gloo, nccl): Connection reset by peer")
+
+
+class _Unprintable(ValueError):
+    def __str__(self):
+        raise KeyError("no text")
+
+
+def _raise_unprintable(_):
+    raise _Unprintable
+
+
+def _thread(found):
+    def prefetch():
+        raise OSError("the reader's disk has gone")
+
+    threading.Thread(target=prefetch, name="prefetch").start()
+    return found
+
+
+def _differs(victim: int, *options: str):
+    """One rank is started with other options than the rest."""
+
+    def plant(rank: int) -> None:
+        from megacore import cli
+
+        plain = cli._parse_train
+        if rank == victim:
+            cli._parse_train = lambda argv: plain([*argv, *options])
+
+    return plant
+
+
 def _given(victim: int, change):
     """One rank is started with other settings or data: `change(settings, corpus, fresh)` on what it has read."""
 
@@ -123,6 +168,25 @@ def _given(victim: int, change):
             job.check_files, job.facts = check_files, facts
 
     return plant
+
+
+def _slow_report(rank: int) -> None:
+    from megacore.train import job
+
+    job._add_sample = lambda *_: time.sleep(8)
+
+
+def _slow_save(rank: int) -> None:
+    from megacore.train import commit
+
+    plain = commit.commit
+
+    def slow(*arguments):
+        time.sleep(6)
+        return plain(*arguments)
+
+    if rank == 0:
+        commit.commit = slow
 
 
 def _set(section: str, **values):
@@ -145,4 +209,12 @@ FAULTS = {
     "killed": _in_batch(1, _die, step=5),
     "asked to stop": _in_batch(2, _ask_to_stop, step=5),
     "stuck peer": _stuck_peer,
+    "stopped": _in_batch(1, _stop, step=5),
+    "hung": _in_batch(2, _hang, step=5),
+    "words": _in_batch(1, _words),
+    "unprintable": _in_batch(1, _raise_unprintable),
+    "thread": _in_batch(1, _thread, step=2),
+    "wrong layout": _differs(1, "--parallel.tp=3"),
+    "slow report": _slow_report,
+    "slow save": _slow_save,
 }

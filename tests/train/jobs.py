@@ -14,16 +14,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
+from megacore.comm.store import loopback_store
+from megacore.train.peers import process_state
 
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: exit codes (negative: signal) and all output, by rank, and when the last rank ended."""
+    """How a job ended: exit codes (negative: signal) and all output, by rank, when each rank ended and the last."""
 
     codes: list[int]
+    at: list[float]
     said: list[str]
     seconds: float
 
@@ -42,12 +44,12 @@ class JobServer:
         )  # fmt: skip
 
     def run(self, world: int, *arguments: str, fault: str = "", limit: float = 60) -> Ended:
-        """`megacore ARGUMENTS` on `world` ranks. Ranks that are not done within `limit` seconds are killed (code
-        -9)."""
+        """`megacore ARGUMENTS` on `world` ranks. Ranks that are not done within `limit` seconds, and a stopped one
+        that is the last, are killed (code -9)."""
         self.jobs += 1
         folder = self.folder / f"job{self.jobs}"
         folder.mkdir()
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
+        store = loopback_store() if world > 1 else None
         order = {"world": world, "arguments": arguments, "fault": fault, "limit": limit, "folder": str(folder)}
         self.server.stdin.write(json.dumps({**order, "port": store.port if store else 0}) + "\n")
         self.server.stdin.flush()
@@ -91,18 +93,20 @@ def _fork(order: dict, rank: int) -> int:
         os._exit(code)
 
 
-def _wait(pids: list[int], limit: float) -> list[int]:
+def _wait(pids: list[int], limit: float) -> tuple[list[int], list[float]]:
     codes: dict[int, int] = {}
-    until = time.monotonic() + limit
+    at: dict[int, float] = {}
+    began = time.monotonic()
+    until = began + limit
     while len(codes) < len(pids):
         for pid in (p for p in pids if p not in codes):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > until:
+                codes[pid], at[pid] = os.waitstatus_to_exitcode(status), time.monotonic() - began
+            elif time.monotonic() > until or (len(codes) == len(pids) - 1 and process_state(pid) == "T"):
                 os.kill(pid, 9)
         time.sleep(0.02)
-    return [codes[pid] for pid in pids]
+    return [codes[pid] for pid in pids], [at[pid] for pid in pids]
 
 
 def serve() -> None:
@@ -111,8 +115,8 @@ def serve() -> None:
 
     for line in sys.stdin:
         order, began = json.loads(line), time.monotonic()
-        codes = _wait([_fork(order, rank) for rank in range(order["world"])], order["limit"])
-        print(json.dumps({"codes": codes, "seconds": time.monotonic() - began}), flush=True)
+        codes, at = _wait([_fork(order, rank) for rank in range(order["world"])], order["limit"])
+        print(json.dumps({"codes": codes, "at": at, "seconds": time.monotonic() - began}), flush=True)
 
 
 if __name__ == "__main__":
