@@ -24,6 +24,7 @@ from megacore.train.launch import Place
 from megacore.train.loop import Loop, Outcome
 from megacore.train.metrics import Closing, print_report, write_report
 from megacore.train.peak import gpu_peak, measure_cpu_peak
+from megacore.train.plain import screen
 from megacore.train.resume import check_files
 from megacore.train.sample import continue_text
 from megacore.train.step import TrainStep
@@ -34,7 +35,7 @@ SAMPLED_PARAMETERS = 200_000_000  # up to here the closing report has a sample o
 
 def run(settings: Settings, place: Place, fresh: bool = False) -> int:
     """Train; the exit code. Every rank of the job calls this once; the world is that of torchrun's environment."""
-    settings, corpus = check_files(settings, fresh)
+    settings, corpus = check_files(settings.filled(place.world), fresh)
     device = choose_device(settings.run.device, place.local_rank)
     set_arithmetic(settings.run.threads, place.local_world, device)
     store = connect(device, place, settings.run.timeout_s)
@@ -82,7 +83,7 @@ def connect(device: torch.device, place: Place, timeout_s: float) -> dist.Store 
 
 def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.device, fresh: bool) -> int:
     with StopRequest() as stop:
-        console = Console()
+        console = screen()
         mesh = Mesh.build(settings.parallel.layout())
         out = Path(settings.run.out)
         if fresh:

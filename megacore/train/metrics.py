@@ -131,7 +131,7 @@ class ProgressLine:
 
     def note(self, line: str) -> None:
         """A line that stays."""
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 @dataclass
@@ -183,7 +183,7 @@ def print_report(console: Console, closing: Closing) -> None:
     table.add_row(
         "MFU", f"{mfu} = tokens/s * {closing.flops_per_token:.4g} FLOP/token / {closing.peak_flops / 1e9:,.1f} GFLOP/s"
     )
-    table.add_row("peak", closing.peak_source)
+    table.add_row("peak", Text(closing.peak_source))
     total = sum(closing.split.values()) or 1.0
     parts = [
         f"{name.replace('_', '-')} {100 * s / total:.1f} %" for name, s in closing.split.items() if s >= 0.0005 * total
