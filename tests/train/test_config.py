@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_type_hints
@@ -10,7 +11,7 @@ import pytest
 
 from megacore.comm.mesh import Layout
 from megacore.train.check import check
-from megacore.train.config import ALIASES, Settings, describe, field_names, from_tree, load, nearest
+from megacore.train.config import ALIASES, ParallelSettings, Settings, describe, field_names, from_tree, load, nearest
 
 ROOT = Path(__file__).parents[2]
 
@@ -172,6 +173,13 @@ def test_what_is_left_open_is_filled_from_the_world_and_the_length():
     assert (long.warmup_steps, long.min_lr) == (20, 1e-4)  # what they were when they were not open
     with pytest.raises(ValueError, match="optim.warmup_steps=20 is more than run.steps=5"):
         check(changed(run__steps=5, optim__warmup_steps=20), 1)
+
+
+def test_the_readmes_file_works_with_the_readmes_command(tmp_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    settings = replace(load(written(tmp_path, text)), parallel=ParallelSettings(tp=2))
+    check(settings, 8)
+    assert settings.filled(8).parallel.dp == 4
 
 
 def test_round_trip():
