@@ -89,7 +89,7 @@ def place_of(env: Mapping[str, str]) -> Place:
         if text is None:
             return default
         if not text.isdecimal():
-            raise ValueError(f"{name}={plain(text)!r} is no whole number; start the ranks with torchrun or --nproc")
+            raise ValueError(f"{name}='{plain(text)}' is no whole number; start the ranks with torchrun or --nproc")
         return int(text)
 
     rank, world = number("RANK"), number("WORLD_SIZE")
@@ -105,12 +105,12 @@ def _parse_train(argv: Sequence[str]) -> TrainCommand:
     configs = [w for w in words if w.endswith(".toml")]
     if not configs:
         raise ValueError(
-            f"CONFIG={plain(words[0])!r} is no .toml file; for example: megacore train configs/stdlib.toml"
+            f"CONFIG='{plain(words[0])}' is no .toml file; for example: megacore train configs/stdlib.toml"
         )
     if len(words) > 1:
         other = next((w for w in words if w != configs[0]), configs[0])
         raise ValueError(
-            f"command line: unexpected argument {plain(other)!r}; options are --section.field VALUE, and CONFIG is one"
+            f"command line: unexpected argument '{plain(other)}'; options are --section.field VALUE, and CONFIG is one"
         )
     base = config.load(configs[0])
     default = TrainCommand(**{f.name: getattr(base, f.name) for f in fields(Settings)})
@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A log that is followed shows each line as it comes; a name that no encoding can write is spelled
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     if command not in COMMANDS:
-        print(f"megacore: unknown command {plain(command)!r}; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"megacore: unknown command '{plain(command)}'; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
         return COMMANDS[command](rest)

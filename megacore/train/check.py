@@ -116,4 +116,4 @@ def _check_batch(settings: Settings) -> None:
 
 def _among(name: str, value: str, allowed: Collection[str]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}={plain(value)!r} is unknown; choose one of {', '.join(allowed)}")
+        raise ValueError(f"{name}='{plain(value)}' is unknown; choose one of {', '.join(allowed)}")

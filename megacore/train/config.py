@@ -187,7 +187,7 @@ def nearest(name: str) -> str:
 def load(path: str | Path) -> Settings:
     """The settings of a TOML file; fields it does not name keep their defaults. ValueError (one line) on a file that is
     missing, no regular file, no TOML, an unknown field, a value of the wrong type or outside its field's range."""
-    named = f"config={plain(path)!r}"
+    named = f"config='{plain(path)}'"
     try:
         tree = tomllib.loads(read_bytes(path, LARGEST).decode("utf-8-sig").replace("\r\n", "\n"))
     except RecursionError:
@@ -207,9 +207,9 @@ def from_tree(tree: Mapping[str, Any], source: str = "settings") -> Settings:
     for name, value in _named(tree, source):
         full = name if name in known else ALIASES.get(name.rsplit(".", 1)[-1])
         if full is None:
-            raise ValueError(f"{source}: unknown field {plain(name)!r}; {nearest(name)}")
+            raise ValueError(f"{source}: unknown field '{plain(name)}'; {nearest(name)}")
         if full in values:
-            raise ValueError(f"{source}: field {full!r} is given twice (also as {plain(name)!r}); keep one")
+            raise ValueError(f"{source}: field {full!r} is given twice (also as '{plain(name)}'); keep one")
         values[full] = _typed(full, value, known[full], source)
         check_value(full, values[full], allowed[full], source)
     sections = {}

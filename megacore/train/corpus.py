@@ -72,7 +72,7 @@ def open_corpus(settings: Settings) -> Corpus:
         check_vocabulary(valid, settings.model.vocab_size)
         if len(valid) < settings.parallel.dp:
             raise ValueError(
-                f"data.dir={plain(settings.data.dir)!r}: valid has {len(valid)} samples, fewer than parallel.dp="
+                f"data.dir='{plain(settings.data.dir)}': valid has {len(valid)} samples, fewer than parallel.dp="
                 f"{settings.parallel.dp}; prepare with a larger --valid-fraction"
             )
     return Corpus(train, valid, settings.run.seed, settings.data.shuffle)
@@ -85,10 +85,10 @@ def check_data(settings: Settings) -> Path:
         raise ValueError(f"data.dir is empty; {remedy}")
     if not folder.is_dir():
         raise ValueError(
-            f"data.dir={plain(settings.data.dir)!r} {'is a file' if folder.exists() else 'does not exist'}; {remedy}"
+            f"data.dir='{plain(settings.data.dir)}' {'is a file' if folder.exists() else 'does not exist'}; {remedy}"
         )
     if not exists(folder / "train.idx"):
-        raise ValueError(f"data.dir={plain(settings.data.dir)!r}: {plain(folder / 'train.idx')} is missing; {remedy}")
+        raise ValueError(f"data.dir='{plain(settings.data.dir)}': {plain(folder / 'train.idx')} is missing; {remedy}")
     return folder
 
 

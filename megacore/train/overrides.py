@@ -55,7 +55,7 @@ def _field(option: str, kinds: Mapping[str, type]) -> tuple[str, bool]:
             return ALIASES[name], False
         if leaf.startswith("no_") and kinds.get(positive) is bool:
             return positive, True
-    raise ValueError(f"command line: unknown field {plain(name)!r}; {nearest(name)}")
+    raise ValueError(f"command line: unknown field '{plain(name)}'; {nearest(name)}")
 
 
 def _switch(full: str, on: bool) -> str:

@@ -65,7 +65,7 @@ def check_value(name: str, value: Any, allowed: Range | None, source: str = "") 
     """ValueError, one line, where a number is outside its range, or a text holds what no path and no prompt can."""
     where = f"{source}: " if source else ""
     if isinstance(value, str) and "\0" in value:
-        raise ValueError(f"{where}{name}={plain(value)!r} holds a NUL character; leave it out")
+        raise ValueError(f"{where}{name}='{plain(value)}' holds a NUL character; leave it out")
     if allowed is None or isinstance(value, str | bool | None) or value in allowed:
         return
     raise ValueError(f"{where}{name}={_number(value)} {allowed.broken(name, value)}")

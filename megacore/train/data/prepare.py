@@ -144,9 +144,9 @@ def _check_out(out: Path) -> None:
     """Before the minutes that reading and training a tokenizer may take."""
     there = next(p for p in (out.absolute(), *out.absolute().parents) if os.path.lexists(p))
     if not there.is_dir():
-        raise ValueError(f"out={plain(out)!r}: {plain(there)} is a file; give a folder to write to")
+        raise ValueError(f"out='{plain(out)}': {plain(there)} is a file; give a folder to write to")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"out={plain(out)!r}: {plain(there)} is not writable; give a folder to write to")
+        raise ValueError(f"out='{plain(out)}': {plain(there)} is not writable; give a folder to write to")
 
 
 def _survey(files: Sequence[Path], key: str, skips: Skips, seed: int, show: Progress) -> Survey:

@@ -106,7 +106,7 @@ def _check_unknown(whole: dict, named: str) -> None:
         and unknown not in vocabulary
         and not any(token.get("content") == unknown for token in whole.get("added_tokens") or ())
     ):
-        raise ValueError(f"{named}: unk_token={plain(unknown)!r} is not in its vocabulary; add it, or set it to null")
+        raise ValueError(f"{named}: unk_token='{plain(unknown)}' is not in its vocabulary; add it, or set it to null")
     bytewise = model.get("byte_fallback") or '"ByteLevel"' in json.dumps(
         [whole.get("pre_tokenizer"), whole.get("normalizer")]
     )
