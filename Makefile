@@ -3,6 +3,7 @@
 #   make build        the extension megacore._C, in the checkout (the default)
 #   make train        a GPT on real text, NPROC=8 processes
 #   make test         every test
+#   make fuzz         12,000 damaged inputs: refused in one line, or read rightly; ARGS="--seed 7 --only index"
 #   make lint         ruff and clang-format: does it hold?       make format   make it hold
 #   make kernels      every kernel compiled for sm_80, sm_90 and arm64; fails on spills
 #   make cuda-build   the extension with CUDA, in an environment and a folder of its own; no GPU needed
@@ -38,10 +39,10 @@ PYTHONS := megacore triton_kernels bench tests tools setup.py
 CXX := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h' 2>/dev/null)
 
 # One thread a process: `make train` starts 8 of them, and tests as many.
-train test: export OMP_NUM_THREADS = 1
+train test fuzz: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := build
-.PHONY: build train test lint format kernels cuda-build bench bench-docs clean
+.PHONY: build train test fuzz lint format kernels cuda-build bench bench-docs clean
 
 build: $(BUILT)
 
@@ -67,6 +68,9 @@ $(DATA)/.prepared: | $(BUILT)
 
 test: $(BUILT)
 	$(PY) -m pytest -q $(ARGS)
+
+fuzz: $(BUILT)
+	$(PY) -m tests.fuzz $(ARGS)
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check $(PYTHONS)

@@ -59,6 +59,17 @@ def all_reduce_(x: Tensor, group: Group) -> Tensor:
     return x if summed is x else x.copy_(summed)
 
 
+def broadcast_(x: Tensor, group: Group) -> Tensor:
+    """The first member's values, in place, on all."""
+    if group.size > 1:
+        whole = x.contiguous()
+        with _clocked(group):
+            dist.broadcast(whole, group.ranks[0], group=group.pg)
+        if whole is not x:
+            x.copy_(whole)
+    return x
+
+
 def _summed(x: Tensor, group: Group) -> Tensor:
     # a copy in C order: neither an expanded gradient nor an input that autograd still needs may be written over
     return all_reduce_(x.clone(memory_format=torch.contiguous_format), group)

@@ -83,6 +83,11 @@ class Executor:
         with torch.no_grad():
             return self._run(False, microbatches, loss, None)
 
+    def splits(self, microbatches: int) -> bool:
+        """Whether the schedule has W actions, which walk the graph, the loss's too, a second time."""
+        p = self.down.size
+        return any(action.kind == "W" for rank in range(p) for action in self.schedule(rank, p, microbatches))
+
     def forget(self) -> None:
         """Agree anew on what crosses stages. Call it on every rank after freezing or thawing parameters."""
         self._headers = Headers()
@@ -117,12 +122,50 @@ class Executor:
         return self._routes[train, m]
 
 
+class _Inputs:
+    """What a stage is given, as the ordinary results of an operation: its first one may then write into them, as it
+    might into those of the layer before in one process. (A leaf that needs a gradient may not be written to.)"""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.names = [name for name, t in tensors.items() if t.requires_grad]
+        self.grads: dict[str, Tensor | None] = {}  # where backward leaves them
+        self.edges: list[GradientEdge] = []
+        self.tensors = dict(tensors)
+        if self.names:
+            arrived = [tensors[name].requires_grad_(False) for name in self.names]
+            entered = _Enter.apply(torch.empty(0, requires_grad=True), self, *arrived)
+            self.tensors |= zip(self.names, entered, strict=True)
+            self.edges = [get_gradient_edge(t) for t in entered]  # of now: a write moves a tensor's own edge
+            self.shapes = {name: (t.shape, t.dtype, t.device) for name, t in zip(self.names, entered, strict=True)}
+
+    def zero(self, name: str) -> Tensor:
+        shape, dtype, device = self.shapes[name]
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
+class _Enter(torch.autograd.Function):
+    """Tensors that came from outside become results of this node, in their own memory; backward hands their gradients
+    out. `anchor` needs a gradient, and with it the node is on every path."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, inputs: _Inputs, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.inputs = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(*tensors)
+        return tensors
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.inputs.grads = dict(zip(ctx.inputs.names, grads, strict=True))
+        return (None,) * (2 + len(grads))
+
+
 @dataclass
 class _Live:
     """What a micro-batch keeps in a chunk between its F and its last backward. The outputs themselves are not kept:
     backward starts from the edges of the graph that made them."""
 
-    leaves: dict[str, Tensor]  # inputs that need a gradient
+    inputs: _Inputs
     roots: dict[str, Tensor | GradientEdge]  # outputs that have one, or the loss
     grads: list[Tensor | None] = field(default_factory=list)
 
@@ -142,9 +185,9 @@ class _Run:
     def forward(self, action: Action) -> None:
         stage, i = action.chunk * self.p + self.rank, action.microbatch
         mb = self.microbatches[i]
-        inputs = self.mail.receive(("F", stage, i)) if stage else {}
-        leaves = {name: t for name, t in inputs.items() if t.requires_grad}
-        outputs = self.chunks[action.chunk].forward(dict(inputs), mb)
+        inputs = _Inputs(self.mail.receive(("F", stage, i)) if stage else {})
+        outputs = self.chunks[action.chunk].forward(inputs.tensors, mb)
+        inputs.tensors = {}  # what the graph needs of them, the graph keeps
         if stage == self.p * len(self.chunks) - 1:
             value = self.loss(outputs, mb)
             self.losses[i] = value.detach()
@@ -153,7 +196,7 @@ class _Run:
             self.mail.send(("F", stage + 1, i), outputs)
             roots = {name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}
         if self.train:
-            self.live[action.chunk, i] = _Live(leaves, roots)
+            self.live[action.chunk, i] = _Live(inputs, roots)
 
     def backward(self, action: Action) -> None:
         """Both gradients, or that of the inputs alone when a W follows."""
@@ -166,19 +209,18 @@ class _Run:
         else:
             arrived = self.mail.receive(("B", stage, i))
             live.grads = [arrived[name] for name in live.roots]
-        leaves = list(live.leaves.values())
-        found: Sequence[Tensor | None] = [None] * len(leaves)
-        if split and roots and leaves:
-            found = torch.autograd.grad(roots, leaves, live.grads, retain_graph=True, allow_unused=True)
+        inputs, found = live.inputs, {}
+        if split and roots and inputs.names:
+            grads = torch.autograd.grad(roots, inputs.edges, live.grads, retain_graph=True, allow_unused=True)
+            found = dict(zip(inputs.names, grads, strict=True))
         elif roots and not split:
             torch.autograd.backward(roots, live.grads)
-            found = [leaf.grad for leaf in leaves]
+            found = inputs.grads
         if stage:
             # An input that nothing used has gradient zero, and zeros are sent: which inputs are used may depend on the
             # data, so only "needs a gradient" is agreed beforehand.
-            pairs = zip(live.leaves.items(), found, strict=True)
-            zeros = torch.zeros_like
-            self.mail.send(("B", stage - 1, i), {n: zeros(leaf) if g is None else g for (n, leaf), g in pairs})
+            given = {name: found.get(name) for name in inputs.names}
+            self.mail.send(("B", stage - 1, i), {n: inputs.zero(n) if g is None else g for n, g in given.items()})
 
     def weights(self, action: Action) -> None:
         """The graph is walked a second time, so the inputs' gradients are computed again on the way to the weights."""

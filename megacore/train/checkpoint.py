@@ -31,7 +31,7 @@ from megacore.comm.mesh import SOLO, Group
 from megacore.train import commit
 from megacore.train.agreement import CheckpointError, blame, by_first, reason, together
 from megacore.train.logical import LoadPlanner, LogicalTensor, SavePlanner, share_out
-from megacore.train.manifest import dtype_of, read_metadata
+from megacore.train.manifest import Unreadable, dtype_of, read_metadata
 from megacore.train.storage import SafetensorsReader, SafetensorsWriter, verify_file
 
 REMEDY = "give a directory on a filesystem that all hosts share"
@@ -121,7 +121,8 @@ def find(directory: str | Path, *, group: Group = SOLO, step: int | None = None,
 
     Returns one line for each one passed over, in `skipped`. `verify` reads all files, shared out over the ranks, and
     compares their checksums; without it only metadata.json is read. If checkpoints were committed but none is valid,
-    raises CheckpointError: to start afresh in silence would lose them.
+    raises CheckpointError: to start afresh in silence would lose them; and Unreadable where the system does not give
+    one that may be good.
     """
     directory = Path(directory)
     committed, skipped = by_first(group, f"cannot list {directory}", lambda: commit.candidates(directory))
@@ -133,6 +134,8 @@ def find(directory: str | Path, *, group: Group = SOLO, step: int | None = None,
     for path in committed:
         try:
             body = _valid(path, group, verify)
+        except Unreadable:
+            raise
         except CheckpointError as error:
             skipped.append(str(error))
             continue
@@ -140,6 +143,13 @@ def find(directory: str | Path, *, group: Group = SOLO, step: int | None = None,
     if committed:
         raise CheckpointError(f"no checkpoint in {directory} can be loaded: {'; '.join(skipped)}")
     return None
+
+
+def read(path: str | Path, *, group: Group = SOLO, verify: bool = True) -> Found:
+    """The checkpoint in this very directory, whatever its name: a copy, a link, one that was set aside. Its step is the
+    one that its metadata says. CheckpointError names the file that is missing or does not match."""
+    body = _valid(Path(path), group, verify)
+    return Found(Path(path), body["step"], body["extra"], body)
 
 
 def continue_from(found: Found, *, group: Group = SOLO) -> list[str]:
@@ -200,6 +210,7 @@ def _check_model(
     for key, value in json.loads(json.dumps(model or {})).items():
         if described.get(key) != value:
             raise CheckpointError(f"it has {key}={described.get(key)!r}, this model has {key}={value!r}; {remedy}")
+    _check_trained(found, asked)
     shapes, kinds = found.shapes, {name.split("/")[0] for name in asked}
     for name, tensor in tensors.items():
         here = tuple(tensor.size())
@@ -215,6 +226,31 @@ def _check_model(
             raise CheckpointError(f"it has {name} of shape {shape}, this model has none; {remedy}")
 
 
+def _check_trained(found: Found, asked: set[str]) -> None:
+    """Moments are kept of what is trained: another set of frozen parameters is told as such."""
+    then, now = _trained(found.shapes), _trained(asked)
+    if not (then and now) or then == now or _models(found.shapes) != _models(asked):
+        return
+    changes = [("frozen now and not then", then - now), ("frozen then and not now", now - then)]
+    told = " and ".join(
+        f"{what}: {', '.join(sorted(names)[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        for what, names in changes
+        if names
+    )
+    raise CheckpointError(
+        f"the frozen parameters are others ({told}); freeze those that were, or start anew from weights"
+    )
+
+
+def _trained(names: Iterable[str]) -> set[str]:
+    ends = "/exp_avg"
+    return {n.removeprefix("optim/").removesuffix(ends) for n in names if n.startswith("optim/") and n.endswith(ends)}
+
+
+def _models(names: Iterable[str]) -> set[str]:
+    return {name for name in names if name.startswith("model/")}
+
+
 def _valid(path: Path, group: Group, verify: bool) -> dict[str, Any]:
     """metadata.json of a checkpoint that every rank can read; each rank verifies its share of the files."""
     body: dict[str, Any] = {}
@@ -223,14 +259,31 @@ def _valid(path: Path, group: Group, verify: bool) -> dict[str, Any]:
         body.update(read_metadata(path))
         return body["blake2b"]
 
-    def check() -> None:
+    def check() -> str:
         for file in sorted(body["files"])[group.index :: group.size] if verify else ():
             verify_file(path, body, file)
+        return ""
 
-    if len(set(together(group, path.name, read))) > 1:
+    if len(set(_readable(path, group, read))) > 1:
         raise CheckpointError(f"{path}: ranks read different files under this name; {REMEDY}")
-    together(group, path.name, check)
+    _readable(path, group, check)
     return body
+
+
+def _readable(path: Path, group: Group, fn: Callable[[], str]) -> list[str]:
+    """`together`; where a rank finds a file Unreadable, Unreadable on all."""
+
+    def call() -> tuple[bool, str]:
+        try:
+            return True, fn()
+        except Unreadable as error:
+            return False, str(error)
+
+    answers = together(group, path.name, call)
+    for rank, (ok, text) in enumerate(answers):
+        if not ok:
+            raise Unreadable(blame(path.name, rank, group, text))
+    return [text for _, text in answers]
 
 
 def _planned(group: Group, what: str, call: Callable, tensors: dict[str, LogicalTensor], **kwargs: Any) -> None:

@@ -132,6 +132,8 @@ class RunSettings:
     tensorboard: bool = True
     # peak of one device for MFU; 0: from the device's name, or measured (fp32 matmul) on CPU
     peak_tflops: float = within(0.0, 0, 1e9)
+    # steps in a row without finite gradients after which the run has diverged and ends; 0: never
+    max_skipped: int = within(10, 0, 10**9)
     timeout_s: float = within(600.0, 0.1, 30 * 86400)  # a collective that waits longer ends the run
     sample_tokens: int = within(96, 0, 10**6)  # length of the text in the closing report; 0: none
     sample_prompt: str = "def "

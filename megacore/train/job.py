@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
+import sys
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from megacore.comm.mesh import Mesh
+from megacore.comm.mesh import SOLO, Group, Mesh
 from megacore.train import checkpoint
 from megacore.train.agreement import CheckpointError, by_first, together
 from megacore.train.assemble import family
@@ -21,11 +21,15 @@ from megacore.train.config import Settings
 from megacore.train.corpus import Corpus
 from megacore.train.failure import FailureBoard, StopRequest, guard
 from megacore.train.launch import Place
+from megacore.train.lock import NAME as LOCK
+from megacore.train.lock import RunLock
 from megacore.train.loop import Loop, Outcome
-from megacore.train.metrics import Closing, print_report, write_report
+from megacore.train.outlets import Screen, best_effort, write_whole
 from megacore.train.peak import gpu_peak, measure_cpu_peak
 from megacore.train.plain import screen
+from megacore.train.report import Closing, print_report, recalled, report_is_of, write_report
 from megacore.train.resume import check_files
+from megacore.train.same import check_same, facts
 from megacore.train.sample import continue_text
 from megacore.train.step import TrainStep
 from megacore.train.timers import PARTS
@@ -82,10 +86,12 @@ def connect(device: torch.device, place: Place, timeout_s: float) -> dist.Store 
 
 
 def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.device, fresh: bool) -> int:
-    with StopRequest() as stop:
-        console = screen()
+    out = Path(settings.run.out)
+    with StopRequest() as stop, RunLock(out) as lock:
+        console, world = screen(file=Screen(sys.stdout)), everybody()
+        check_same(world, facts(settings, corpus, device, fresh))
+        by_first(world, f"cannot use {out}", lock.take)
         mesh = Mesh.build(settings.parallel.layout())
-        out = Path(settings.run.out)
         if fresh:
             _set_aside(out, Path(settings.data.dir), mesh, console)
         model = family(settings.model, settings.run.seed)
@@ -105,12 +111,26 @@ def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.devic
             if mesh.rank == 0:
                 _report(settings, closing, out, console)
         elif mesh.rank == 0 and not outcome.stopped:
+            if not report_is_of(out / "report.json", outcome.done):  # its process ended after the last save
+                closing = recalled(
+                    out / "metrics.jsonl", flops_per_token=model.flops_per_token, peak_flops=peak, peak_source=source,
+                    train_loss=outcome.train_loss, valid_loss=outcome.valid_loss, averaged=len(loop.losses),
+                    vocab_size=settings.model.vocab_size, done=outcome.done,
+                )  # fmt: skip
+                _report(settings, closing, out, console)
             console.print(
                 f"the run in {out} is complete at step {outcome.done}; raise run.steps, or start anew with --fresh",
                 highlight=False, markup=False, soft_wrap=True,
             )  # fmt: skip
         _leave(mesh)
     return 0
+
+
+def everybody() -> Group:
+    """All ranks as they joined, before any layout is agreed on."""
+    if not dist.is_initialized():
+        return SOLO
+    return Group(tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
 
 
 def _leave(mesh: Mesh) -> None:
@@ -128,7 +148,12 @@ def _set_aside(out: Path, data: Path, mesh: Mesh, console: Console) -> None:
         if data.resolve() == here:
             raise CheckpointError(f"data.dir={str(data)!r} is run.out and would be moved; give another run.out")
         # `make train` keeps the data of a run inside its folder
-        old = [p for p in out.iterdir() if not data.resolve().is_relative_to(here / p.name)] if out.is_dir() else []
+        stays = (here / LOCK, data.resolve())
+        old = (
+            [p for p in out.iterdir() if not any(s.is_relative_to(here / p.name) for s in stays)]
+            if out.is_dir()
+            else []
+        )
         if not old:
             return ""
         number = 1 + max(
@@ -160,7 +185,8 @@ def _introduce(settings: Settings, trainer: TrainStep, console: Console) -> None
     )  # fmt: skip
     tokenizer, copy = Path(d.dir) / "tokenizer.json", Path(settings.run.out) / "tokenizer.json"
     if tokenizer.is_file() and not (copy.exists() and copy.samefile(tokenizer)):
-        shutil.copyfile(tokenizer, copy)  # a checkpoint is of use without the data
+        with best_effort(f"{copy}, a copy of the data's"):  # a checkpoint is of use without the data
+            write_whole(copy, tokenizer.read_bytes())
 
 
 def total_peak(settings: Settings, mesh: Mesh, place: Place, device: torch.device) -> tuple[float, str]:
@@ -205,7 +231,7 @@ def _close(
         split={part: sum(r[part] for r in ranks) / len(ranks) for part in PARTS},
         peak_memory=max(r["memory"] for r in ranks), memory_sum=sum(r["memory"] for r in ranks),
         train_loss=outcome.train_loss, valid_loss=outcome.valid_loss, vocab_size=settings.model.vocab_size,
-        averaged=len(loop.losses),
+        averaged=len(loop.losses), done=outcome.done,
     )  # fmt: skip
 
 
@@ -232,10 +258,12 @@ def _add_sample(settings: Settings, closing: Closing, out: Path) -> None:
 
 
 def _report(settings: Settings, closing: Closing, out: Path, console: Console) -> None:
-    write_report(out / "report.json", closing)
+    with best_effort("report.json"):
+        write_report(out / "report.json", closing)
     if settings.run.sample_tokens:
         _add_sample(settings, closing, out)
-        write_report(out / "report.json", closing)
+        with best_effort("report.json"):
+            write_report(out / "report.json", closing)
     print_report(console, closing)
     console.print(
         f"written: {out}/metrics.jsonl, tensorboard, report.json, checkpoints",

@@ -27,10 +27,11 @@ from megacore.train.config import Settings, describe
 from megacore.train.corpus import Corpus
 from megacore.train.data.order import consumed_after
 from megacore.train.failure import StopRequest
+from megacore.train.health import Health
 from megacore.train.logical import LogicalTensor
-from megacore.train.metrics import WINDOW, ProgressLine, Writers, read
+from megacore.train.metrics import WINDOW, ProgressLine, Writers, number, read
 from megacore.train.optim import MixedAdamW, learning_rate
-from megacore.train.resume import data_of, model_of
+from megacore.train.resume import changes, data_of, model_of, of_a_run
 from megacore.train.timers import Timers
 
 
@@ -43,6 +44,8 @@ class Step(Protocol):
     def step(self, microbatches: list[MicroBatch], valid: int, lr: float) -> Any: ...
 
     def evaluate(self, microbatches: list[MicroBatch], valid: int) -> float: ...
+
+    def probe(self, microbatches: list[MicroBatch]) -> float: ...
 
     def logical(self) -> dict[str, LogicalTensor]: ...
 
@@ -76,6 +79,7 @@ class Loop:
         self.done = 0
         self.saved = -1  # the step of the newest checkpoint
         self.losses: deque[float] = deque(maxlen=WINDOW)
+        self.health = Health(settings.run.max_skipped)
         self.valid: tuple[int, float] | None = None  # the newest evaluation: step, loss
 
     @property
@@ -92,17 +96,24 @@ class Loop:
             return
         with self.timers.measure("checkpoint"):
             checkpoint.load(found, self.trainer.logical(), group=self.mesh.world, model=model_of(self.settings))
-            self.trainer.loaded(found.extra["optimizer_steps"])
+            self.trainer.loaded(of_a_run(found)["optimizer_steps"])
         left = checkpoint.continue_from(found, group=self.mesh.world)
         self.done = self.saved = found.step
         if self.writes:
             self.console.print(f"resumed from {found.path} at step {found.step}", **PLAIN)
             for line in (*found.skipped, *left):
                 self.console.print(f"checkpoint skipped: {line}", **PLAIN)
+            for line in changes(found, self.settings):
+                self.console.print(line, **PLAIN)
 
-    def save(self) -> None:
+    def save(self) -> bool:
+        """Save, unless the weights are good for nothing: such a checkpoint would be the one to go on from, and `keep`
+        would delete a good one for it. Returns whether the newest checkpoint is of this step."""
         if self.saved == self.done:
-            return
+            return True
+        if self.health.batch is not None and not math.isfinite(loss := self.trainer.probe(self.health.batch)):
+            self._note(f"step {self.done}: not saved: the loss of its weights is {loss}")
+            return False
         extra = {
             "model": model_of(self.settings), "data": data_of(self.settings, self.corpus),
             "settings": describe(self.settings),
@@ -115,6 +126,7 @@ class Loop:
             )  # fmt: skip
         self.saved = self.done
         self._note(f"step {self.done}: saved {path}")
+        return True
 
     # ---- training
 
@@ -130,6 +142,8 @@ class Loop:
         self.writers = Writers(self.out, first, run.tensorboard) if self.writes else None
         if first:
             self._recall()
+        if self.writes and (why := self._unvalidated()):
+            self.console.print(f"no validation in this run: {why}", **PLAIN)
         self.line = ProgressLine(self.console, first, last, run.log_every) if self.writes else None
         stopped, spent = False, 0.0
         try:
@@ -148,7 +162,8 @@ class Loop:
                 self._note(f"step {self.done}: asked to stop; saving and leaving")
             else:
                 self.evaluate()
-            self.save()
+            if not self.save():
+                raise self.health.diverged(self.done, self.saved, self.out)
         finally:
             if self.line:
                 self.line.__exit__(None, None, None)
@@ -169,6 +184,7 @@ class Loop:
             self.done, peak=s.optim.lr, minimum=s.optim.min_lr, warmup=s.optim.warmup_steps, total=s.run.steps
         )
         result = self.trainer.step(batch, valid, rate)
+        ended = self.health.saw(batch, result)
         self._account(result.seconds)
         self.done += 1
         self.losses.append(result.loss)
@@ -182,6 +198,8 @@ class Loop:
             self.line.show(self.done, values, seconds, tokens)
             if result.skipped:
                 self._note(f"step {self.done}: skipped, {result.skipped}")
+        if ended:
+            raise self.health.diverged(self.done, self.saved, self.out)
         return seconds
 
     def _account(self, seconds: Mapping[str, float]) -> None:
@@ -217,6 +235,13 @@ class Loop:
             self.writers.write(self.done, {"valid_loss": self.valid[1]})
         self._note(f"step {self.done}: validation loss {self.valid[1]:.4f}")
 
+    def _unvalidated(self) -> str:
+        """Why there will be no validation loss; empty where there will be one."""
+        if not self.settings.run.eval_steps:
+            return "run.eval_steps = 0"
+        where = self.settings.data.dir
+        return f"{where} has no valid.idx; prepare with a larger --valid-fraction" if self.corpus.valid is None else ""
+
     def _mean_loss(self, held_out: Corpus) -> float:
         size, samples = self.settings.data.global_batch, len(held_out.train)
         total, counted, consumed = 0.0, 0, 0
@@ -238,8 +263,8 @@ class Loop:
 
         def recent() -> tuple[list[float], tuple[int, float] | None]:
             rows = read(self.out / "metrics.jsonl")
-            losses = [row["loss"] for row in rows if "loss" in row]
-            valid = [(row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row]
+            losses = [loss for row in rows if (loss := number(row, "loss")) is not None]
+            valid = [(row["step"], loss) for row in rows if (loss := number(row, "valid_loss")) is not None]
             return losses[-WINDOW:], valid[-1] if valid else None
 
         losses, self.valid = by_first(self.mesh.world, "cannot read the metrics", recent)

@@ -8,6 +8,7 @@ The digest of a chunk is that of its bytes; the digest at the end is that of the
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import dataclass
@@ -22,6 +23,24 @@ from megacore.train.agreement import CheckpointError, reason
 
 FORMAT, VERSION = "megacore checkpoint", 1
 METADATA = "metadata.json"
+
+
+# What says of a path that nothing readable is there; every other error of the system says that it cannot be known.
+ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+
+
+class Unreadable(CheckpointError):
+    """The system does not give a file (no permission, an I/O error): whether it is good is not known. To step back to
+    an older checkpoint would lose work that may well be there."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+
+
+def unreadable(file: Path, error: OSError) -> Unreadable:
+    return Unreadable(
+        f"{file} cannot be read: {reason(error)}; mend that, or move the checkpoint away to go on without"
+    )
 
 
 @dataclass(frozen=True)
@@ -64,14 +83,19 @@ def write_metadata(path: Path, body: dict[str, Any]) -> None:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """metadata.json of a checkpoint, checked against its digest; CheckpointError says in one line what is wrong."""
+    """metadata.json of a checkpoint, checked against its digest; CheckpointError says in one line what is wrong,
+    Unreadable that it cannot be known."""
     file = path / METADATA
     try:
         body = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"unfinished: {file} does not exist") from None
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise unreadable(file, error) from None
         raise CheckpointError(f"{file} cannot be read: {reason(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"corrupt: {file} cannot be read: {reason(error)}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"wrong format: {file} does not say format={FORMAT!r}")
     if body.get("version") != VERSION:

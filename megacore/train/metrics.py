@@ -1,4 +1,4 @@
-"""What a run tells: one JSON line and TensorBoard scalars a step, a live line on the screen, and one closing report.
+"""What a run tells while it trains: one JSON line and TensorBoard scalars a step, and a live line on the screen.
 
 Only one rank writes (rank 0: the loss of a step is the same on every rank).
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-import time
+import os
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,50 +21,62 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megacore.train.outlets import LineFile, dumps, reason, tell, write_whole
+
 WINDOW = 20  # steps over which the shown speed is averaged
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one object a line, each with its `step`. Opened at step n it drops the lines of later steps, so
-    that a run that died after its last checkpoint and does those steps again leaves one line for each."""
+    """`metrics.jsonl`: one object a line (RFC 8259: a number that is not finite is null), each with its `step`. Opened
+    at step n it drops the lines of later steps, so that a run that died after its last checkpoint and does those steps
+    again leaves one line for each, and lines that are no metrics."""
 
     def __init__(self, path: Path, done: int):
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _lines_until(path, done) if path.exists() else []
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(kept))
-        partial.replace(path)
-        self._file = path.open(
-            "a", buffering=1
-        )  # a line reaches the file before the next step: a killed run loses none
+        self._lines = LineFile(path, lambda at: _drop_after(at, done))
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({"step": step, **values}, allow_nan=True) + "\n")
+        self._lines.write(dumps({"step": step, **values}))
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
-def _lines_until(path: Path, done: int) -> list[str]:
-    kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        try:
-            step = json.loads(line)["step"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue  # the torn last line of a run that was killed while writing
-        if step <= done and line.endswith("\n"):
-            kept.append(line)
-    return kept
+def _drop_after(path: Path, done: int) -> None:
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and (row := _row(line)) and row["step"] <= done]
+    if kept == lines[: len(kept)]:
+        os.truncate(path, sum(map(len, kept)))  # nearly always; needs no room on the disk
+    else:
+        write_whole(path, b"".join(kept))
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line's object, or None: the torn last line of a run that was killed while writing, or no metrics at all."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    """The rows of a metrics file, those that are none left out; none where there is no file."""
+    path = Path(path)
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [row for line in lines if (row := _row(line)) is not None]
+
+
+def number(row: Mapping[str, Any], name: str) -> float | None:
+    """A value of a row that can be reckoned with."""
+    value = row.get(name)
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
 
 
 class Writers:
-    """The metrics file and TensorBoard together. Resumed at step `done`."""
+    """The metrics file and TensorBoard together. Resumed at step `done`. Neither ends a run: see outlets."""
 
     def __init__(self, out: Path, done: int, tensorboard: bool):
         self.file = MetricsFile(out / "metrics.jsonl", done)
@@ -72,19 +84,26 @@ class Writers:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # 2 s to import: only on the rank that writes
 
-            self.board = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1)
+            self._guarded(lambda: setattr(self, "board", SummaryWriter(str(out / "tensorboard"), purge_step=done + 1)))
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         self.file.write(step, values)
-        if self.board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    self.board.add_scalar(name, value, step)
+        for name, value in values.items():
+            if self.board is not None and isinstance(value, (int, float)) and not isinstance(value, bool):
+                self._guarded(partial(self.board.add_scalar, name, value, step))
 
     def close(self) -> None:
         self.file.close()
         if self.board is not None:
-            self.board.close()
+            self._guarded(self.board.close)
+
+    def _guarded(self, call: Callable[[], object]) -> None:
+        """TensorBoard writes in a thread of its own and tells of its errors at a later call, of whatever type."""
+        try:
+            call()
+        except Exception as error:
+            self.board = None
+            tell(f"warning: no more TensorBoard: {type(error).__name__}: {reason(error)}; training goes on")
 
 
 def clock(seconds: float) -> str:
@@ -132,81 +151,3 @@ class ProgressLine:
     def note(self, line: str) -> None:
         """A line that stays."""
         self.console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
-
-
-@dataclass
-class Closing:
-    """What the closing report says. Seconds are means over the ranks."""
-
-    steps: int
-    tokens: int
-    seconds: float  # wall time of the training steps
-    flops_per_token: float
-    peak_flops: float  # of all devices of the run together
-    peak_source: str
-    split: Mapping[str, float]
-    peak_memory: float  # bytes, largest of the ranks
-    memory_sum: float  # bytes, all ranks
-    train_loss: float
-    valid_loss: float | None
-    vocab_size: int
-    averaged: int  # steps in the training loss; those before a resume count
-    sample: str = ""
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def mfu(self) -> float:
-        return self.speed * self.flops_per_token / self.peak_flops if self.peak_flops else math.nan
-
-    def values(self) -> dict[str, Any]:
-        """For report.json."""
-        return {
-            "steps": self.steps, "tokens": self.tokens, "seconds": self.seconds, "tokens_per_s": self.speed,
-            "mfu": self.mfu, "flops_per_token": self.flops_per_token, "peak_flops": self.peak_flops,
-            "peak_source": self.peak_source, "split_seconds": dict(self.split), "peak_memory_bytes": self.peak_memory,
-            "memory_sum_bytes": self.memory_sum, "train_loss": self.train_loss, "valid_loss": self.valid_loss,
-            "ln_vocab": math.log(self.vocab_size), "sample": self.sample,
-        }  # fmt: skip
-
-
-def print_report(console: Console, closing: Closing) -> None:
-    table = Table(title="megacore train: closing report", show_header=False, title_justify="left", expand=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    table.add_row("tokens", f"{closing.tokens:,} in {closing.steps} steps, {clock(closing.seconds)}")
-    table.add_row("tokens/s", f"{closing.speed:,.0f}")
-    mfu = "unknown (no peak)" if math.isnan(closing.mfu) else f"{100 * closing.mfu:.1f} %"
-    table.add_row(
-        "MFU", f"{mfu} = tokens/s * {closing.flops_per_token:.4g} FLOP/token / {closing.peak_flops / 1e9:,.1f} GFLOP/s"
-    )
-    table.add_row("peak", Text(closing.peak_source))
-    total = sum(closing.split.values()) or 1.0
-    parts = [
-        f"{name.replace('_', '-')} {100 * s / total:.1f} %" for name, s in closing.split.items() if s >= 0.0005 * total
-    ]
-    table.add_row("time split", ", ".join(parts) + f"   of {clock(total)}, mean over ranks")
-    table.add_row(
-        "peak memory",
-        f"{closing.peak_memory / 2**20:,.0f} MiB (largest rank), {closing.memory_sum / 2**20:,.0f} MiB in all",
-    )
-    table.add_row("training loss", f"{closing.train_loss:.4f} (mean of the last {closing.averaged} steps)")
-    if closing.valid_loss is not None:
-        top = math.log(closing.vocab_size)
-        share = 100 * closing.valid_loss / top
-        table.add_row(
-            "validation loss", f"{closing.valid_loss:.4f} on files held out = {share:.1f} % of ln V = {top:.4f}"
-        )
-    for note in closing.notes:
-        table.add_row("note", Text(note))
-    console.print(table)
-    if closing.sample:
-        console.print(Text("sample of generated text:", style="bold"))
-        console.print(Text(closing.sample), soft_wrap=True)
-
-
-def write_report(path: Path, closing: Closing) -> None:
-    path.write_text(json.dumps({**closing.values(), "written": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=1) + "\n")

@@ -15,16 +15,16 @@ from megacore.train.assemble import family
 from megacore.train.config import ModelSettings, from_tree
 from megacore.train.data import tokenizer as bpe
 from megacore.train.precision import precision
+from megacore.train.resume import of_a_run
 
 
 def open_checkpoint(path: str | Path) -> checkpoint.Found:
-    """A checkpoint, the newest of a folder of checkpoints, or the newest of a run's folder."""
+    """The checkpoint that `path` is, by its content and not its name; else the newest of a folder of checkpoints, or of
+    a run's folder."""
     path = Path(path)
     if (path / "metadata.json").is_file():
-        folder, step = path.parent, int("".join(c for c in path.name if c.isdigit()) or 0)
-        found = checkpoint.find(folder, step=step)
-    else:
-        found = checkpoint.find(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+        return checkpoint.read(path)
+    found = checkpoint.find(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if found is None:
         raise ValueError(f"checkpoint={str(path)!r} holds no checkpoint; give a run's folder or one of its checkpoints")
     return found
@@ -32,13 +32,14 @@ def open_checkpoint(path: str | Path) -> checkpoint.Found:
 
 def load_model(found: checkpoint.Found) -> tuple[nn.Module, ModelSettings]:
     """The plain model with the checkpoint's weights, ready for generation (fp32 unless it was trained in fp64)."""
-    settings = from_tree(found.extra["settings"], str(found.path)).model
+    extra = of_a_run(found)
+    settings = from_tree(extra["settings"], str(found.path)).model
     with torch.device("meta"):
         model = family(settings, seed=0).build()
     tied = {other: first for first, *others in tied_names(model) for other in others}
     names = [name for name, _ in model.named_parameters()]
     full = checkpoint.read_full(found, [f"model/{name}" for name in names])
-    dtype = precision(found.extra["model"]["precision"]).main
+    dtype = precision(str(extra["model"].get("precision"))).main
     weights = {name: full[f"model/{name}"].to(dtype) for name in names}
     model.load_state_dict(weights | {other: weights[first] for other, first in tied.items()}, assign=True)
     return model.eval(), settings
@@ -101,7 +102,8 @@ def continue_text(
 
 def _tokenizer_of(found: checkpoint.Found) -> Path:
     data = Path(found.extra["settings"]["data"]["dir"])
-    places = [found.path.parent.parent / "tokenizer.json", data / "tokenizer.json"]
+    run = found.path.resolve().parent.parent  # also where a link from elsewhere led here
+    places = [run / "tokenizer.json", data / "tokenizer.json"]
     for place in places:
         if place.is_file():
             return place

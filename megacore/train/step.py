@@ -22,10 +22,11 @@ from megacore.parallel.embedding import vocab_range
 from megacore.parallel.head import Unprojected, heads_of
 from megacore.parallel.loss import head_cross_entropy, vocab_parallel_cross_entropy
 from megacore.parallel.materialize import Init, materialize
+from megacore.parallel.module_buffers import Replicas, cast, persistent
 from megacore.parallel.norm import global_norm
 from megacore.parallel.plan import Plan, parallelize
 from megacore.parallel.random import Streams
-from megacore.parallel.record import records
+from megacore.parallel.record import ParamRecord, records, whole
 from megacore.parallel.stage import Stage, chain_of, cut
 from megacore.parallel.styles import Head
 from megacore.pipeline import SCHEDULES, Executor, partition, simulate
@@ -81,9 +82,9 @@ def build_stage(
     links = chain_of(model, plan)
     keep = partition([link.cost for link in links], mesh.pp.size)
     stage = cut(model, links, keep, mesh.pp.index, streams, fused_loss)
-    if init is None:
-        return stage.to(device=device, dtype=dtype)
-    materialize(stage.model, mesh, init, seed=seed, dtype=dtype, device=device)
+    if init is not None:
+        materialize(stage.model, mesh, init, seed=seed, dtype=dtype, device=device)
+    cast(stage, dtype, device)
     return stage
 
 
@@ -128,29 +129,35 @@ class TrainStep:
             self.params, self.recs, self.buffers, mesh, o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay
         )
         self._lives: dict[int, int] = {}
+        self.replicas = Replicas(self.model, mesh.dp_cp)
         self.executor = Executor([self.stage], mesh.pp, mesh.pp_up, SCHEDULES[schedule], device)
 
     def step(
         self,
         microbatches: Sequence[MicroBatch],
-        valid: int,
+        valid: int | None,
         lr: float,
         inspect: Callable[[GradBuffers], None] | None = None,
     ) -> StepResult:
         """Forward, backward, reduction, clipping and AdamW. A batch without valid tokens has loss 0 and changes
-        nothing.
+        nothing. valid: None to have it counted here, for one small all-reduce more; a number that is not the count is
+        refused, on every rank, before anything is changed (ValueError).
         `inspect` is shown the finished gradients before they are clipped."""
         start, before = perf_counter(), self._waits()
+        valid = self._counted(microbatches, valid)
         self.stage.train()
         self.buffers.zero()
-        loss_of = self._loss(valid, self._live(len(microbatches)))
-        losses = self.executor.step(microbatches, loss_of, on_last=lambda _: self.buffers.expect())
+        count = len(microbatches)
+        loss_of = self._loss(valid, self._live(count), in_place=not (count and self.executor.splits(count)))
+        losses = []
+        if microbatches:  # a replica may have no sample of a small batch: it adds zeros
+            losses = self.executor.step(microbatches, loss_of, on_last=lambda _: self.buffers.expect())
         self.buffers.finish()
         if inspect is not None:
             inspect(self.buffers)
         norm, _ = global_norm(self.buffers, self.recs, self.mesh)
+        loss = self._over_world(losses, microbatches, valid)
         info = self.optimizer.step(lr, norm, self.optim.clip, num_valid=valid)
-        loss = self._over_world(losses)
         seconds = {"total": perf_counter() - start} | {k: now - before[k] for k, now in self._waits().items()}
         return StepResult(loss, info.norm, info.skipped, seconds)
 
@@ -166,10 +173,17 @@ class TrainStep:
             "data_parallel": self.buffers.wait_seconds + self.mesh.world.waited[0],
         }
 
-    def evaluate(self, microbatches: Sequence[MicroBatch], valid: int) -> float:
-        """The loss of a global batch, in eval mode and without gradients; the same on every rank."""
+    def evaluate(self, microbatches: Sequence[MicroBatch], valid: int | None) -> float:
+        """The loss of a global batch, in eval mode and without gradients; the same on every rank. `valid` as in
+        `step`."""
+        valid = self._counted(microbatches, valid)
         self.stage.eval()
-        return self._over_world(self.executor.evaluate(microbatches, self._loss(valid)))
+        return self._over_world(self.executor.evaluate(microbatches, self._loss(valid)), microbatches, valid)
+
+    def probe(self, microbatches: Sequence[MicroBatch]) -> float:
+        """Loss of the first micro-batch of every replica, as `evaluate` gives it: are the weights still good for
+        anything? Cost: a forward of one micro-batch."""
+        return self.evaluate(microbatches[:1], None)
 
     def _live(self, microbatches: int) -> int:
         """How many losses of the last stage wait for their backward at once: 1 with 1f1b, all with gpipe."""
@@ -179,16 +193,18 @@ class TrainStep:
             self._lives[microbatches] = simulate(lists, microbatches=microbatches).peak_live[-1] if microbatches else 0
         return self._lives[microbatches]
 
-    def _loss(self, valid: int, live: int = 1) -> Callable[[dict[str, Tensor | Unprojected], MicroBatch], Tensor]:
+    def _loss(
+        self, valid: int, live: int = 1, in_place: bool = True
+    ) -> Callable[[dict[str, Tensor | Unprojected], MicroBatch], Tensor]:
         """sum / valid, of the whole global batch: a mean of means weighs short micro-batches too much."""
-        plan, scale = self.plan, 1 / max(valid, 1)
+        plan, scale, in_place = self.plan, 1 / max(valid, 1), in_place and self.plan.gives_up_logits
         shared = {"vocab_size": plan.vocab_size, "group": self.mesh.tp, "multiple": plan.vocab_multiple}
 
         def loss(outputs: dict[str, Tensor | Unprojected], batch: MicroBatch) -> Tensor:
             logits = outputs["logits"]
             if not isinstance(logits, Unprojected):
                 return scale * vocab_parallel_cross_entropy(
-                    logits, batch.targets, **shared, reduction="sum", inplace_backward=plan.gives_up_logits
+                    logits, batch.targets, **shared, reduction="sum", inplace_backward=in_place
                 )
             if live <= 1:
                 return head_cross_entropy(logits, batch.targets, **shared, reduction="sum", scale=scale)
@@ -205,13 +221,40 @@ class TrainStep:
         held = chunk_rows_for(tokens, -(-plan.vocab_size // t), self.dtype, self.device.type)
         return tokens * row, (min(held, tokens) if self.fused_loss else tokens) * row
 
-    def _over_world(self, losses: Sequence[Tensor]) -> float:
-        """Sum of the micro-batches' losses over data-parallel ranks, told to every rank; tp ranks hold the same
-        bits."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+    def _counted(self, microbatches: Sequence[MicroBatch], valid: int | None) -> int:
+        """`valid`, or the global count where it is None."""
+        if valid is None:
+            count = torch.tensor(self._mine(microbatches), dtype=torch.int64, device=self.device)
+            return int(all_reduce_(count, self.mesh.world).item())
+        if isinstance(valid, bool) or valid % 1 != 0 or valid < 0:  # NaN % 1 is no 0 either
+            raise ValueError(f"valid={valid!r} is no number of targets; give the global batch's count, or None")
+        return int(valid)
+
+    def _mine(self, microbatches: Sequence[MicroBatch]) -> int:
+        """Counted targets, once a replica: all ranks of a tp x pp block are given the same micro-batches."""
+        return sum(batch.valid for batch in microbatches) if self.mesh.model.index == 0 else 0
+
+    def _over_world(self, losses: Sequence[Tensor], microbatches: Sequence[MicroBatch], valid: int) -> float:
+        """Sum of the micro-batches' losses over data-parallel ranks, told to every rank; tp ranks hold the same bits.
+
+        With it go the targets that were counted and what each rank was told of them. The mean of squares is the square
+        of the mean only where all are equal, so that every rank sees a wrong number of any (squares of the low bits:
+        their sum is exact in fp64)."""
+        total, low = torch.zeros(6, dtype=torch.float64, device=self.device), float(valid % 2**20)
         if losses and self.mesh.tp.index == 0:
-            total += torch.stack([value.double() for value in losses]).sum()
-        return all_reduce_(total, self.mesh.world).item()
+            total[0] += torch.stack([value.double() for value in losses]).sum()
+        mine = [float(self.replicas.changed()), float(self._mine(microbatches)), float(valid), low, low * low]
+        total[1:] = torch.tensor(mine, dtype=torch.float64)
+        loss, changed, counted, *told = all_reduce_(total, self.mesh.world).tolist()
+        low = counted % 2**20
+        if told != [self.mesh.world.size * value for value in (counted, low, low * low)]:
+            raise ValueError(
+                f"valid={valid} on this rank, and the global batch has {int(counted)} counted targets; "
+                "give that number on every rank, or None to have them counted"
+            )
+        if changed:
+            self.replicas.agree()
+        return loss
 
     def logical(self) -> dict[str, LogicalTensor]:
         """What a checkpoint holds: parameters under model/, masters and moments under optim/."""
@@ -223,7 +266,15 @@ class TrainStep:
                     parts.setdefault(key, {})[name] = value
         for key, local in parts.items():
             tensors |= describe("optim", self.recs, local, key)
-        return tensors
+        return tensors | self._buffers()
+
+    def _buffers(self) -> dict[str, LogicalTensor]:
+        """Persistent buffers under buffer/, whole; the first tensor rank of the first stage that has one writes it."""
+        found = {}
+        for name, buffer in persistent(self.model).items():
+            shape, first = tuple(buffer.shape), self.mesh.tp.index == 0 and name not in self.stage.borrowed
+            found[f"buffer/{name}"] = LogicalTensor(ParamRecord(name, shape, shape, whole(shape, first)), buffer)
+        return found
 
     def loaded(self, steps: int) -> None:
         """Call once the tensors of `logical` were filled from a checkpoint."""

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import safe_open
@@ -34,7 +35,18 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from megacore.train.agreement import CheckpointError, reason
-from megacore.train.manifest import FORMAT, VERSION, Stored, chunks_of, digest, dtype_of, fsync, write_metadata
+from megacore.train.manifest import (
+    ABSENT,
+    FORMAT,
+    VERSION,
+    Stored,
+    chunks_of,
+    digest,
+    dtype_of,
+    fsync,
+    unreadable,
+    write_metadata,
+)
 
 FILE_BYTES = 512 << 20  # chunks are copied out of the model one file at a time: bounds the memory that saving needs
 
@@ -54,9 +66,17 @@ def _planned(body: dict[str, Any]) -> Metadata:
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """A safetensors file; whatever goes wrong with it is an error that names it."""
-    if not file.exists():
-        raise CheckpointError(f"missing: {file} does not exist")
+    """A safetensors file; whatever goes wrong with it is an error that names it. It is read once before it is mapped:
+    an I/O error is an OSError then, where in a mapping it would be a signal."""
+    try:
+        with file.open("rb", buffering=0) as whole:
+            buffer = bytearray(1 << 20)
+            while whole.readinto(buffer):
+                pass
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise unreadable(file, error) from None
+        raise CheckpointError(f"missing: {file} does not exist") from None
     try:
         with safe_open(file, framework="pt", device="cpu") as handle:
             yield handle
@@ -129,6 +149,7 @@ class SafetensorsWriter(StorageWriter):
             placed.append((item, Stored(tuple(chunk.offsets), tuple(chunk.sizes), name, key, digest(copy))))
         try:
             save_file(tensors, self.path / name)
+            os.chmod(self.path / name, _mode_of_new_files(self.path))  # safetensors makes its files for the owner alone
             fsync(self.path / name)
             size = os.path.getsize(self.path / name)
         except Exception as error:  # no space, not writable; as a type that can travel between ranks
@@ -155,6 +176,17 @@ class SafetensorsWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return True
+
+
+def _mode_of_new_files(folder: Path) -> int:
+    """Who may read a file that is made here, by umask and folder (umask itself can only be read by setting it)."""
+    probe = folder / f".mode-{uuid4().hex}"
+    handle = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        return os.fstat(handle).st_mode & 0o777
+    finally:
+        os.close(handle)
+        probe.unlink()
 
 
 def _batches(items: list[WriteItem]) -> Iterator[list[WriteItem]]:

@@ -8,58 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 DEEP = "[" * 100_000
-NUMBERS = (
-    0,
-    -1,
-    1,
-    2,
-    255,
-    2**31 - 1,
-    2**31,
-    2**32,
-    2**63 - 1,
-    2**63,
-    2**64,
-    -(2**63),
-    10**30,
-    0.5,
-    -0.0,
-    1e308,
-    1e-320,
-)
-TEXTS = (
-    "",
-    " ",
-    "x",
-    "\0",
-    "\ud800",
-    "é\u202e",
-    "[/b]",
-    "[red]",
-    ":smile:",
-    "\x1b[2J",
-    "a\nb",
-    "../../x",
-    "9" * 5000,
-    "NaN",
-)
+NUMBERS = (0, -1, 1, 2, 255, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 0.5, -0.0, 1e308)
+TEXTS = ("", " ", "x", "\0", "\ud800", "\u202e", "[/b]", "[red]", ":smile:", "\x1b[2J", "a\nb", "../../x", "9" * 5000)
 VALUES = (None, True, False, *NUMBERS, *TEXTS, [], {}, [[]], {"": 0}, [0] * 50, {"text": {"text": "x"}})
-WORDS = (
-    b"NaN",
-    b"1e999",
-    b"-Infinity",
-    b"null",
-    b"{}",
-    b"[]",
-    b"\xff\xfe",
-    b"\xef\xbb\xbf",
-    b"\0",
-    b'"',
-    b"\n",
-    b"\r\n",
-    b"]",
-    b"=",
-)
+WORDS = (*b"NaN 1e999 -Infinity null {} [] \xff\xfe \xef\xbb\xbf \0 ] =".split(b" "), b"\n", b"\r\n", b'"')
+SIGNED = (("<h", 16), ("<i", 32), ("<q", 64))
+FORMS = (("<Q", 0, 2**64 - 1), *((form, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for form, bits in SIGNED))
 
 
 def of_bytes(draw: random.Random, good: bytes) -> bytes:
@@ -74,12 +28,7 @@ def of_bytes(draw: random.Random, good: bytes) -> bytes:
         elif kind == 1 and at < size:
             data[at] = draw.randrange(256)
         elif kind == 2:
-            form = draw.choice(["<i", "<q", "<Q", "<h"])
-            low, high = (
-                (0, 2**64 - 1)
-                if form == "<Q"
-                else (-(2 ** (8 * struct.calcsize(form) - 1)), 2 ** (8 * struct.calcsize(form) - 1) - 1)
-            )
+            form, low, high = draw.choice(FORMS)
             value = min(max(int(draw.choice(NUMBERS)), low), high)
             data[at : at + struct.calcsize(form)] = struct.pack(form, value)
         elif kind == 3:

@@ -104,7 +104,38 @@ def _stuck_peer(rank: int) -> None:
     _in_batch(2, hang)(rank)
 
 
+def _given(victim: int, change):
+    """One rank is started with other settings or data: `change(settings, corpus, fresh)` on what it has read."""
+
+    def plant(rank: int) -> None:
+        from megacore.train import job
+
+        plain_check, plain_facts = job.check_files, job.facts
+
+        def check_files(settings, fresh):
+            settings, corpus = plain_check(settings, fresh)
+            return (change["settings"](settings), corpus) if "settings" in change else (settings, corpus)
+
+        def facts(settings, corpus, device, fresh):
+            return {**plain_facts(settings, corpus, device, fresh), **change.get("facts", {})}
+
+        if rank == victim:
+            job.check_files, job.facts = check_files, facts
+
+    return plant
+
+
+def _set(section: str, **values):
+    from dataclasses import replace
+
+    return lambda settings: replace(settings, **{section: replace(getattr(settings, section), **values)})
+
+
 FAULTS = {
+    "other rate": _given(1, {"settings": _set("optim", lr=0.5)}),
+    "other layout": _given(3, {"settings": _set("parallel", tp=1, dp=4)}),
+    "other tokens": _given(2, {"facts": {"data.dir train.bin": "80 bytes, 00"}}),
+    "other flag": _given(2, {"facts": {"--fresh": True}}),
     "dataset raises": _in_batch(1, _sample_7),
     "iterator ends early": _in_batch(2, _end),
     "folder cannot be written": _cannot_write,

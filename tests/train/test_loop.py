@@ -33,6 +33,9 @@ class Recorder:
         self.evaluated.append(ids)
         return sum(ids) * 3 / valid
 
+    def probe(self, microbatches):
+        return 1.0
+
     def logical(self):
         return {"model/w": LogicalTensor.whole("w", torch.zeros(1))}
 

@@ -8,8 +8,9 @@ import time
 import pytest
 from rich.console import Console
 
-from megacore.train.metrics import Closing, MetricsFile, ProgressLine, Writers, clock, print_report, read, write_report
+from megacore.train.metrics import MetricsFile, ProgressLine, Writers, clock, read
 from megacore.train.peak import gpu_peak, measure_cpu_peak
+from megacore.train.report import Closing, print_report, write_report
 from megacore.train.timers import PARTS, Timers
 
 

@@ -171,3 +171,56 @@ def test_resumed_in_another_layout_losses_agree(pool, tmp_path):
     for sizes in (dict(), dict(tp=4, dp=2), dict(pp=4), dict(dp=4), dict(tp=3, pp=2)):
         for got in pool.run(losses, DROPPED, sizes, 3, 6, str(tmp_path), None, "fp32", world=Layout(**sizes).world):
             assert max(abs(a - b) / b for a, b in zip(got, want[3:], strict=True)) < 1e-6, sizes
+
+
+def _wrong_count(sizes, told):
+    """MB-43: (what each way of telling the number said, whether anything moved, the loss of a right step)."""
+    step = build(TOY, sizes)
+    whole = batch(4, TOY, masked=())
+    mine, before = share(whole, step.mesh), {n: p.detach().clone() for n, p in step.params.items()}
+    said = []
+    for call in (lambda v: step.step(mine, v, OPTIM.lr), lambda v: step.evaluate(mine, v)):
+        try:
+            call(told(whole.valid, step.mesh.rank))
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    moved = any(not torch.equal(before[n], p) for n, p in step.params.items())
+    counted, evaluated = step.step(mine, None, OPTIM.lr).loss, step.evaluate(mine, None)
+    step.mesh.destroy()
+    return said, moved, counted, evaluated
+
+
+def _twice(valid, rank):
+    return 2 * valid
+
+
+def _one_rank(valid, rank):
+    return valid + (rank == 1)
+
+
+def _cancelling(valid, rank):
+    return valid + {0: 1, 1: -1}.get(rank, 0)
+
+
+@pytest.mark.parametrize("told", [_twice, _one_rank, _cancelling], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
+def test_a_wrong_number_of_targets_is_refused_on_every_rank_before_anything_moves(pool, sizes, told):
+    for said, moved, counted, evaluated in pool.run(_wrong_count, sizes, told, world=2):
+        assert not moved and len(said) == 2
+        for line in said:
+            assert "valid=" in line and "counted targets" in line and "\n" not in line
+        assert math.isfinite(counted) and math.isfinite(evaluated)
+
+
+@pytest.mark.parametrize("valid", [-5, 1.5, True, float("nan")])
+def test_a_number_of_targets_that_is_none_is_refused(valid):
+    step, whole = build(TOY, {}), batch(4, TOY, masked=())
+    with pytest.raises(ValueError, match="valid="):
+        step.step(share(whole, step.mesh), valid, OPTIM.lr)
+
+
+def test_the_step_counts_by_itself():
+    whole = batch(4, TOY)
+    losses = [build(TOY, {}).step(share(whole, Mesh()), told, OPTIM.lr).loss for told in (None, whole.valid)]
+    assert losses[0] == losses[1]
