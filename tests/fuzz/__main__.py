@@ -1,4 +1,4 @@
-"""`make fuzz`, or  python -m tests.fuzz --inputs 12000 --seed 0 [--only index,toml] [--jobs 2].
+"""`make fuzz`, or  python -m tests.fuzz --inputs 10500 --seed 0 [--only index,toml] [--jobs 2].
 
 Input number n of a target is a function of (seed, target, n): a failure names all three, and `--only TARGET --first N
 --inputs 1` makes it again. Each job is a process of its own with a limit on its memory, so that a huge allocation is an
@@ -110,7 +110,7 @@ def run(inputs: int, seed: int = 0, jobs: int = 2, names: list[str] | None = Non
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
-    parser.add_argument("--inputs", type=int, default=12_000)
+    parser.add_argument("--inputs", type=int, default=10_500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default=",".join(SHARES))
