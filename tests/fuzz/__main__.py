@@ -19,7 +19,7 @@ from pathlib import Path
 
 SHARES = {
     "index": 26, "sidecar": 14, "tokenizer": 8, "toml": 20, "overrides": 5, "jsonl": 10, "metrics": 7, "shards": 5,
-    "manifest": 5,
+    "manifest": 2, "sealed": 3,
 }  # fmt: skip
 SECONDS = 20  # an input: a loaded machine stops a process for seconds
 FAILED = 10  # exit code of a job that found something: 1 is a traceback of its own
@@ -33,6 +33,7 @@ def made(name: str, folder: Path):
         "index": targets.Index, "sidecar": targets.Sidecar, "tokenizer": targets.TokenizerFile, "toml": targets.Toml,
         "overrides": targets.CommandLine, "jsonl": targets.JsonLines, "metrics": targets.Metrics,
         "shards": stored.Shards, "manifest": stored.Manifest,
+        "sealed": stored.Sealed,
     }  # fmt: skip
     folder.mkdir()
     return kinds[name](folder)
