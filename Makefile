@@ -4,6 +4,7 @@
 #   make train        a GPT on real text, NPROC=8 processes
 #   make test         every test
 #   make fuzz         10,500 damaged inputs: refused in one line, or read rightly; ARGS="--seed 7 --only index"
+#   make bits         the tests that compare bits, with the libraries held to other CPUs' instructions
 #   make lint         ruff and clang-format: does it hold?       make format   make it hold
 #   make kernels      every kernel compiled for sm_80, sm_90 and arm64; fails on spills
 #   make cuda-build   the extension with CUDA, in an environment and a folder of its own; no GPU needed
@@ -19,6 +20,12 @@
 
 VENV ?= .venv
 CUDA_VENV ?= .venv-cuda
+ifeq ($(wildcard setup.py),)
+$(error this is not the checkout's folder; run make there, or make -C /path/to/checkout)
+endif
+ifneq ($(words $(VENV) $(CUDA_VENV)),$(words $(firstword $(VENV)) $(firstword $(CUDA_VENV))))
+$(error VENV=$(VENV): make cannot build a path with spaces; link it, ln -s "$(VENV)" .venv, and leave VENV out)
+endif
 ifeq ($(strip $(VENV)),)
 PY := $(or $(PYTHON),python3)
 INSTALLED :=
@@ -34,23 +41,27 @@ endif
 MEGACORE := $(PY) -m megacore
 NPROC ?= 8
 DATA := runs/stdlib/data
-SOURCES := pyproject.toml setup.py $(shell find csrc -type f 2>/dev/null)
+SOURCES := pyproject.toml setup.py tools/backend.py $(shell find csrc -type f 2>/dev/null)
 PYTHONS := megacore triton_kernels bench tests tools setup.py
 CXX := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h' 2>/dev/null)
 
 # One thread a process: `make train` starts 8 of them, and tests as many.
-train test fuzz: export OMP_NUM_THREADS = 1
+train test fuzz bits: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := build
-.PHONY: build train test fuzz lint format kernels cuda-build bench bench-docs clean
+.PHONY: build train test fuzz bits lint format kernels cuda-build bench bench-docs clean
 
 build: $(BUILT)
 
+# What a build needs is looked for before anything is downloaded.
 $(VENV)/.installed: pyproject.toml tools/setup.sh
+	@$(if $(filter-out lint format,$(or $(MAKECMDGOALS),build)),tools/setup.sh toolchain $(or $(wildcard $(PY)),$(PYTHON)))
 	tools/setup.sh install $(VENV) $(PYTHON)
 	@touch $@
 
-$(BUILT): $(INSTALLED) $(SOURCES)
+# Built anew when the torch of that Python is not the one it was built with: after an upgrade, or for another VENV.
+.PHONY: FORCE
+$(BUILT): $(INSTALLED) $(SOURCES) $(if $(wildcard $(BUILT)),$(shell tools/setup.sh current $(PY) || echo FORCE))
 	tools/setup.sh build $(PY)
 	@mkdir -p $(@D)
 	@touch $@
@@ -71,6 +82,9 @@ test: $(BUILT)
 
 fuzz: $(BUILT)
 	$(PY) -m tests.fuzz $(ARGS)
+
+bits: $(BUILT)
+	$(PY) tools/bits.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check $(PYTHONS)
@@ -97,4 +111,4 @@ bench-docs: $(BUILT) # bench/results/*.json -> docs/benchmarks.md and its figure
 	$(PY) -m bench render
 
 clean: # what was built; runs/ and the environment stay
-	rm -rf build *.egg-info megacore/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf build *.egg-info megacore/*.so megacore/_C*.json .pytest_cache .ruff_cache .hypothesis

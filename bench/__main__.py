@@ -6,6 +6,7 @@ python -m bench render                                          the results in t
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -33,10 +34,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("ops", nargs="+", choices=words, metavar="OP", help=", ".join(words))
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep machine, versions, commit and all rows there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows of this run (.svg, .png, .pdf)")
-    parser.add_argument("--rivals", nargs="*", choices=harness.RIVALS, default=harness.RIVALS, metavar="NAME")
+    parser.add_argument(
+        "--rivals", nargs="*", choices=harness.RIVALS, metavar="NAME", help="default: all; for bounds torch-eager"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="how often each contestant runs (default 20)")
     parser.add_argument(
-        "--budget", type=float, default=60.0, metavar="S", help="seconds a row may take: long ones get fewer rounds"
+        "--budget", type=float, metavar="S", help="seconds a row may take (default 60; for bounds 8): fewer rounds then"
     )
     parser.add_argument("--threads", type=int, nargs="+", metavar="N", help="default 1; for bounds 1 2")
     parser.add_argument("--quick", action="store_true", help="small shapes: does it run at all?")
@@ -61,8 +64,11 @@ def options_of(args: argparse.Namespace) -> harness.Options:
 
     device = args.device or ("cuda" if torch.cuda.is_available() and args.ops != ("bounds",) else "cpu")
     only = (dict(word.split("=", 1) for word in args.only),) if args.only else ()
+    judging = args.ops == ("bounds",)
+    rivals = args.rivals if args.rivals is not None else bounds.RIVALS if judging else harness.RIVALS
+    budget = args.budget or (bounds.BUDGET if judging else 60.0)
     return harness.Options(
-        tuple(args.rivals), args.rounds, tuple(args.threads or (1,)), args.quick, device, args.budget, only, args.impl
+        tuple(rivals), args.rounds, tuple(args.threads or (1,)), args.quick, device, budget, only, args.impl
     )
 
 
@@ -80,7 +86,7 @@ def run(ops: Sequence[str], options: harness.Options, kept: Path | None = None) 
 
 def judge(args: argparse.Namespace) -> int:
     """The exit status: 1 if a bound does not hold."""
-    threads = tuple(args.threads or (1, 2))
+    threads, start = tuple(args.threads or (1, 2)), time.monotonic()
     if args.of:
         rows = [row for path in args.of for row in report.read(path)[1]]
     else:
@@ -89,6 +95,7 @@ def judge(args: argparse.Namespace) -> int:
         rows = run(bounds.benches(), options, args.json)
     verdicts = bounds.judge(rows, threads)
     print(bounds.table(verdicts))
+    print(f"{time.monotonic() - start:.0f} s")
     if args.json:
         report.write(args.json, rows, bounds=[v.as_json() for v in verdicts])
     return int(any(v.verdict == "FAIL" for v in verdicts))

@@ -29,21 +29,16 @@ class Bound:
     def wanted(self) -> str:
         kind, _, name = self.figure.partition(":")
         text = FIGURES[kind][2].format(name=name, bound=f"{self.bound:.3g}", share=f"{100 * self.bound:.3g}")
-        return text + (f" (aim {self.aim:.3g} x)" if self.aim else "")
-
-
-def _inverse(ratio: float | None) -> float | None:
-    return 1 / ratio if ratio else None
+        return text + (f" (aim {100 * self.aim:.3g} %)" if self.aim else "")
 
 
 def _share(row: Row, _: str) -> float | None:
     return row.extra_bytes / row.extra_of if row.extra_bytes is not None and row.extra_of else None
 
 
-# figure -> (from a row and a name; whether smaller is better; what must hold)
+# figure -> (from a row; whether smaller is better; what must hold)
 FIGURES = {
-    "faster": (lambda row, name: row.ratio(name), False, ">= {bound} x faster than {name}"),
-    "times": (lambda row, name: _inverse(row.ratio(name)), True, "<= {bound} x {name}"),
+    "share": (lambda row, _: row.reached, False, ">= {share} % of the limit"),
     "extra": (_share, True, "extra memory <= {share} % of the logits"),
     "collectives": (lambda row, _: row.collectives, True, "exactly {bound} collective"),
 }
@@ -59,22 +54,28 @@ _CE = "cross_entropy fp32 [1024,50304] fwd+bwd"
 _VP = "vocabulary-parallel cross_entropy, 2 ranks"
 _LCE = "linear_cross_entropy fp32 [1024,768]x[50304,768] fwd+bwd"
 
+# Shares of the limit that the same rounds measured (limits.py), the same for every CPU, with the reason of each:
+# - a product with a pass: the pass reads and writes 3 elements for 2 K FLOP, some 6 % (AVX2) to 20 % (AVX-512) of the
+#   product at K = 768; the library's product itself is at 90 % or more of the fastest one tried.
+# - 16 bits without their arithmetic: operands are widened once for each panel, beside products in fp32.
+# - the loss: two readings and one writing, with two exp an element. Those take as long as memory does where memory is
+#   fast for the vectors (AVX2, or a cache that holds the logits): half. A new tensor pays for its pages besides, which
+#   a virtual machine may take as long for as for all else.
+# - head and loss: three products, one after the other, and the loss of a chunk that lies in the cache.
 BOUNDS = (
-    Bound(f"{_GELU} fwd", "linear_gelu", TANH | {"dir": "fwd"}, "times:linear-alone", 1.06),
-    Bound(f"{_GELU} fwd", "linear_gelu", TANH | {"dir": "fwd"}, "faster:torch-eager", 1.12),
-    Bound(f"{_GELU} fwd+bwd", "linear_gelu", TANH | {"dir": "fwd+bwd"}, "faster:torch-eager", 1.08),
-    Bound(f"{_GELU} fwd+bwd", "linear_gelu", TANH | {"dir": "fwd+bwd"}, "faster:torch-compile", 1.08),
-    Bound("linear_gelu bf16 without bf16 arithmetic fwd+bwd", "linear_gelu", BF16, "faster:torch-eager", 6.0),
-    Bound(f"{_CE}, logits given up", "cross_entropy", GIVEN, "faster:torch-eager", 8.0),
-    Bound(f"{_CE}, logits given up", "cross_entropy", GIVEN, "faster:torch-compile", 4.0),
+    Bound(f"{_GELU} fwd", "linear_gelu", TANH | {"dir": "fwd"}, "share", 0.70),
+    Bound(f"{_GELU} fwd+bwd", "linear_gelu", TANH | {"dir": "fwd+bwd"}, "share", 0.70),
+    Bound("linear_gelu bf16 without bf16 arithmetic fwd+bwd", "linear_gelu", BF16, "share", 0.55),
+    Bound(f"{_CE}, logits given up", "cross_entropy", GIVEN, "share", 0.30),
     Bound(f"{_CE}, logits given up", "cross_entropy", GIVEN, "extra", 0.03),
-    Bound(f"{_CE}, logits kept", "cross_entropy", KEPT, "times:read-and-copy", 1.3),
-    Bound(f"{_CE}, logits kept", "cross_entropy", KEPT, "faster:torch-eager", 2.5),
-    Bound(_VP, "vocab_parallel", GIVEN | {"tp": 2}, "faster:megatron-core", 5.0, threads=(1,)),
+    Bound(f"{_CE}, logits kept", "cross_entropy", KEPT, "share", 0.15),
+    Bound(_VP, "vocab_parallel", GIVEN | {"tp": 2}, "share", 0.25, threads=(1,)),
     Bound(_VP, "vocab_parallel", GIVEN | {"tp": 2}, "collectives", 1, threads=(1,)),
     Bound(_LCE, "linear_cross_entropy", HEAD, "extra", 0.15),
-    Bound(_LCE, "linear_cross_entropy", HEAD, "faster:torch-eager", 1.0, aim=1.15),
+    Bound(_LCE, "linear_cross_entropy", HEAD, "share", 0.70, aim=0.85),
 )
+RIVALS = ("torch-eager",)  # timed beside, as information; compiling takes longer than all else
+BUDGET = 8.0  # seconds a row: all of it ends within six minutes on two cores
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,7 @@ class Verdict:
         if self.figure is None:
             return self.why or "-"
         kind = self.bound.figure.split(":")[0]
-        if kind == "extra":
-            return f"{100 * self.figure:.1f} %"
-        return f"{self.figure:g}" if kind == "collectives" else f"{self.figure:.3f} x"
+        return f"{self.figure:g}" if kind == "collectives" else f"{100 * self.figure:.1f} %"
 
     def words(self) -> str:
         aim = self.bound.aim

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bench import harness, operators
 from bench.harness import Options
+from bench.limits import Limits
 from bench.operators import DTYPES, Problem, dims, ours_named
 from bench.report import Row
 
@@ -36,7 +37,7 @@ def rows(options: Options) -> Iterator[Row]:
     )
 
 
-def _problem(case: dict[str, object], limits: harness.Limits, device: str) -> Problem:
+def _problem(case: dict[str, object], limits: Limits, device: str) -> Problem:
     count, vocab = dims(case)
     inplace, reduction, dtype = bool(case["inplace"]), str(case.get("reduction", "none")), DTYPES[str(case["dtype"])]
     logits = torch.randn(count, vocab, device=device).to(dtype).requires_grad_()
@@ -54,12 +55,12 @@ def _problem(case: dict[str, object], limits: harness.Limits, device: str) -> Pr
     if device == "cuda" and inplace:
         rivals["liger"] = _liger
     once = float(logits.nbytes)
-    limits_ms = {} if inplace else {"fwd": limits.ms(nbytes=once)}  # in forward nothing differs
-    limits_ms["fwd+bwd"] = limits.ms(nbytes=3 * once)
+    least = {} if inplace else {"fwd": limits.least(nbytes=once)}  # in forward nothing differs
+    least["fwd+bwd"] = limits.least(nbytes=3 * once)
     floors = {} if inplace else {"fwd+bwd": {"read-and-copy": _read_and_copy(logits.detach(), device)}}
     overwriting = ("ours", "liger") if inplace else ()
     return Problem(
-        "cross_entropy", case, ours, torchs, (logits, target), dy, limits_ms, rivals,
+        "cross_entropy", case, ours, torchs, (logits, target), dy, least, rivals,
         overwriting=overwriting, floors=floors, extra_of=logits.nbytes,
     )  # fmt: skip
 

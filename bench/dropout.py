@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from bench import harness, operators
+from bench import operators
 from bench.harness import Options
+from bench.limits import Limits
 from bench.operators import DTYPES, Problem, dims
 from bench.poison import poisoned
 from bench.report import Row
@@ -36,7 +37,7 @@ def rows(options: Options) -> Iterator[Row]:
     )
 
 
-def _problem(case: dict[str, object], limits: harness.Limits, device: str) -> Problem:
+def _problem(case: dict[str, object], limits: Limits, device: str) -> Problem:
     shape, dtype = dims(case), DTYPES[str(case["dtype"])]
     x = torch.randn(shape, device=device).to(dtype).requires_grad_()
     dy = torch.randn(shape, device=device).to(dtype)
@@ -49,11 +50,9 @@ def _problem(case: dict[str, object], limits: harness.Limits, device: str) -> Pr
         return F.dropout(x, P)
 
     once = float(x.nbytes)
-    limits_ms = {"fwd": limits.ms(nbytes=2 * once), "fwd+bwd": limits.ms(nbytes=4 * once)}
+    least = {"fwd": limits.least(nbytes=2 * once), "fwd+bwd": limits.least(nbytes=4 * once)}
     rivals = {"torch-eager": lambda: torchs}
-    return Problem(
-        "dropout", case, ours, torchs, (x,), dy, limits_ms, rivals, verify=lambda: _verify(ours, x, dy, device)
-    )
+    return Problem("dropout", case, ours, torchs, (x,), dy, least, rivals, verify=lambda: _verify(ours, x, dy, device))
 
 
 def _verify(ours: operators.Operator, x: torch.Tensor, dy: torch.Tensor, device: str) -> None:

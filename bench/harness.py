@@ -59,20 +59,8 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What this machine does at best with the threads at hand, measured by `measure_limits`."""
-
-    flops: float  # of a large matrix product, a second
-    bandwidth: float  # bytes read plus bytes written by a large copy, a second
-
-    def ms(self, *, flops: float = 0.0, nbytes: float = 0.0) -> float:
-        """Lower bound for work of that many FLOP and bytes of memory traffic, in ms."""
-        return 1e3 * max(flops / self.flops, nbytes / self.bandwidth)
-
-
-@dataclass(frozen=True)
 class Timed:
-    """Seconds of each contestant in each round of one `interleave`."""
+    """Seconds of each contestant in each round of one `interleave`; "limit": what cannot be undercut, see limits.py."""
 
     seconds: Mapping[str, Sequence[float]]
     missing: Mapping[str, str] = field(default_factory=dict)  # rivals that could not run -> why
@@ -131,7 +119,9 @@ def interleave(
             between(name)
         return seconds_of(contestants[name])
 
-    warm = [sum(one(name) for name in contestants) for _ in range(warmup)]
+    warm: list[float] = []
+    while len(warm) < warmup and not (warm and warm[-1] * FEWEST > budget):  # what takes so long is warm
+        warm.append(sum(one(name) for name in contestants))
     if warm and budget < math.inf:
         rounds = min(rounds, max(FEWEST, int(budget / max(warm[-1], 1e-9))))
     taken: dict[str, list[float]] = {name: [] for name in contestants}
@@ -156,28 +146,6 @@ def spread(seconds: Sequence[float]) -> float:
     ordered = sorted(seconds)
     last = len(ordered) - 1
     return (ordered[round(0.9 * last)] - ordered[round(0.1 * last)]) / median(ordered)
-
-
-def measure_limits(
-    size: int | None = None,
-    copy_bytes: int | None = None,
-    device: str = "cpu",
-    dtypes: Sequence[torch.dtype] = (torch.float32,),
-) -> Limits:
-    """Best of a few: a product of size^3 in the best of `dtypes`, and a copy (each byte read once, written once)."""
-    size = size or {"cpu": 1536, "cuda": 8192}[device]
-    copy_bytes = copy_bytes or {"cpu": 256 << 20, "cuda": 2 << 30}[device]
-    source, target = (torch.zeros(copy_bytes // 4, device=device) for _ in range(2))
-    runs: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
-    side: dict[str, int] = {}
-    for dtype in dtypes:
-        side[str(dtype)] = size // 2 if device == "cpu" and dtype.itemsize == 2 else size  # it may be slow, see avx2.py
-        a, b = (torch.randn(side[str(dtype)], side[str(dtype)], device=device).to(dtype) for _ in range(2))
-        runs[str(dtype)] = lambda a=a, b=b: a @ b
-    taken = interleave(runs, rounds=5, seconds_of=clock(device), budget=5.0)
-    best = {name: min(seconds) for name, seconds in taken.items()}
-    copied = best.pop("copy")
-    return Limits(flops=max(2 * side[name] ** 3 / best[name] for name in best), bandwidth=2 * copy_bytes / copied)
 
 
 def check_as_good_as(name: str, got: Tensor, torchs: Tensor, exact: Tensor, factor: float = 2.0) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from bench import harness, operators
+from bench import operators
 from bench.harness import Options
+from bench.limits import Limits
 from bench.linear_family import arguments
 from bench.operators import DTYPES, Problem, dims, ours_named
 from bench.report import Row
@@ -30,7 +31,7 @@ def rows(options: Options) -> Iterator[Row]:
     )
 
 
-def _problem(case: dict[str, object], limits: harness.Limits, device: str) -> Problem:
+def _problem(case: dict[str, object], limits: Limits, device: str) -> Problem:
     count, k, vocab = dims(case)
     dtype = DTYPES[str(case["dtype"])]
     x, weight = arguments(count, k, vocab, dtype, device, bias=False)
@@ -47,10 +48,10 @@ def _problem(case: dict[str, object], limits: harness.Limits, device: str) -> Pr
     rivals = operators.torch_rivals(torchs)
     if device == "cuda":
         rivals["liger"] = _liger
-    limits_ms = {"fwd+bwd": limits.ms(flops=6.0 * count * k * vocab)}
+    least = {"fwd+bwd": limits.least(flops=6.0 * count * k * vocab)}
     logits_bytes = count * vocab * dtype.itemsize
     return Problem(
-        "linear_cross_entropy", case, ours, torchs, (x, weight, target), dy, limits_ms, rivals, extra_of=logits_bytes
+        "linear_cross_entropy", case, ours, torchs, (x, weight, target), dy, least, rivals, extra_of=logits_bytes
     )
 
 

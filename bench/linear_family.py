@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import avx2, operators
-from bench.harness import Limits, Options
+from bench.harness import Options
+from bench.limits import Limit, Limits
 from bench.operators import DTYPES, Operator, Problem, dims
 from bench.report import Row
 
@@ -27,10 +28,10 @@ def arguments(m: int, k: int, n: int, dtype: torch.dtype, device: str, bias: boo
     return [t.to(dtype).requires_grad_() for t in drawn]
 
 
-def bounds(limits: Limits, m: int, k: int, n: int, out: int, itemsize: int) -> dict[str, float]:
+def bounds(limits: Limits, m: int, k: int, n: int, out: int, itemsize: int) -> dict[str, Limit]:
     """`out` columns are written beside the N of the pre-activation."""
     once = {"flops": 2.0 * m * k * n, "nbytes": float(itemsize * (m * k + n * k + m * n + m * out))}
-    return {"fwd": limits.ms(**once), "fwd+bwd": limits.ms(**{what: 3 * value for what, value in once.items()})}
+    return {"fwd": limits.least(**once), "fwd+bwd": limits.least(**{what: 3 * value for what, value in once.items()})}
 
 
 def linear_alone(inputs: list[Tensor]) -> dict[str, dict[str, Callable[[], object]]]:
@@ -72,8 +73,8 @@ def problem(
     n, dtype = (2 * out if gated else out), DTYPES[str(case["dtype"])]
     inputs = arguments(m, k, n, dtype, device, bias)
     dy = torch.randn(m, out, device=device).to(dtype)
-    limits_ms = bounds(limits, m, k, n, out, dtype.itemsize)
+    least = bounds(limits, m, k, n, out, dtype.itemsize)
     rivals = operators.torch_rivals(torchs) | dict(rivals)
     floors = linear_alone(inputs)
     forward_only = tuple(name for name in ("onednn", "cublaslt") if name in rivals)
-    return Problem(bench, case, ours, torchs, inputs, dy, limits_ms, rivals, forward_only, floors=floors)
+    return Problem(bench, case, ours, torchs, inputs, dy, least, rivals, forward_only, floors=floors)

@@ -13,8 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
-from bench import harness, memory
-from bench.harness import Limits, Missing, Options
+from bench import harness, limits, memory
+from bench.harness import Missing, Options
+from bench.limits import Limit, Limits
 from bench.poison import poisoned, spoil
 from bench.report import Row, row
 from megacore.ops.dispatch import SERVED, implementations, use
@@ -34,7 +35,7 @@ class Problem:
     torchs: Operator  # the same in plain torch: in this dtype the yardstick, in fp64 the truth
     inputs: Sequence[Tensor]
     dy: Tensor
-    limits_ms: Mapping[str, float]  # direction -> physical limit; its directions are those that are timed
+    limits: Mapping[str, Limit]  # direction -> physical limit; its directions are those that are timed
     rivals: Mapping[str, Callable[[], Operator]] = field(default_factory=dict)  # a function that makes it, or Missing
     forward_only: tuple[str, ...] = ()  # rivals without a gradient
     overwriting: tuple[str, ...] = ()  # contestants that write over the first input; new before each of their runs
@@ -176,7 +177,7 @@ def measure(problem: Problem, options: Options) -> Iterator[Row]:
             own[name][0].data.copy_(problem.inputs[0].data)
         flush()
 
-    for direction, limit in problem.limits_ms.items():
+    for direction, limit in problem.limits.items():
         case = {**problem.case, "dir": direction}
         if not options.wants(problem.bench, case):
             continue
@@ -187,13 +188,26 @@ def measure(problem: Problem, options: Options) -> Iterator[Row]:
             return outcome(kept[name], own[name], problem.dy)
 
         names = [name for name in kept if direction == "fwd" or name not in problem.forward_only]
+        once = _slow(names, run, options)
+        names = [name for name in names if name not in once]
         floors = problem.floors.get(direction, {})
         started = {name: lambda name=name, run=run: run(name) for name in names} | floors
+        started |= {"limit": limit.probe.run} if limit.probe else {}
         seconds = harness.clock(options.device)
         taken = harness.interleave(started, options.rounds, between, seconds_of=seconds, budget=options.budget)
+        taken |= {"limit": limit.seconds(taken["limit"])} if limit.probe else {}
         extra = memory.peak_extra(lambda run=run: run("ours"), own["ours"], options.device)
         timed = harness.Timed(taken, missing)
-        yield row(problem.bench, case, timed, limit, tuple(floors), extra_bytes=extra, extra_of=problem.extra_of)
+        yield row(
+            problem.bench, case, timed, limit.ms, tuple(floors), once, extra_bytes=extra, extra_of=problem.extra_of
+        )
+
+
+def _slow(names: Sequence[str], run: Callable[[str], object], options: Options) -> dict[str, float]:
+    """Seconds of the rivals that the budget has no room for: timed once, as information, and left out of the rounds."""
+    clock, most = harness.clock(options.device), options.budget / harness.FEWEST
+    seconds = {name: clock(lambda name=name: run(name)) for name in names if name != "ours"}
+    return {name: took for name, took in seconds.items() if took > most}
 
 
 def sweep(
@@ -214,19 +228,18 @@ def sweep(
     for threads in options.threads if options.device == "cpu" else (None,):
         if threads:
             torch.set_num_threads(threads)
-        limits: dict[tuple[torch.dtype, ...], Limits] = {}
+        found: dict[tuple[torch.dtype, ...], Limits] = {}
         for case in cases:
             case = {**case, **({"threads": threads} if threads else {"device": options.device})}
             if not options.wants(bench, case):
                 continue
             torch.manual_seed(0)
             dtypes = ceiling_dtypes(DTYPES[str(case["dtype"])], options.device)
-            if dtypes not in limits:
-                size = {"size": 256, "copy_bytes": 16 << 20} if options.quick else {}
-                limits[dtypes] = harness.measure_limits(device=options.device, dtypes=dtypes, **size)
+            if dtypes not in found:
+                found[dtypes] = limits.measure(options.device, dtypes, options.quick)
             try:
                 with use(options.impl, bench, options.device) if options.impl else nullcontext():
-                    yield from measure(make(case, limits[dtypes]), options)
+                    yield from measure(make(case, found[dtypes]), options)
             except Missing as reason:
                 say_once(f"- {bench}: {reason}")
 

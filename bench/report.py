@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -33,7 +34,7 @@ class Row:
     extra_bytes: int | None = None  # peak memory of ours beyond inputs, outputs and gradients
     extra_of: int | None = None  # bytes of the logits, of which `extra_bytes` is a share
     floors: Mapping[str, float] = field(default_factory=dict)  # less work than the operator's, timed in the same rounds
-    ratios: Mapping[str, float] = field(default_factory=dict)  # rival or floor -> median of (it / ours) over rounds
+    ratios: Mapping[str, float] = field(default_factory=dict)  # rival, floor or "limit" -> median of its / our time
     spread: Mapping[str, float] = field(default_factory=dict)  # (90th - 10th percentile) / median
     rounds: int | None = None
     collectives: int | None = None  # in one forward and backward of ours
@@ -59,7 +60,9 @@ class Row:
 
     @property
     def reached(self) -> float | None:
-        """The share of the physical limit."""
+        """The share of the physical limit: the median over the rounds where it was measured in them."""
+        if "limit" in self.ratios:
+            return self.ratios["limit"]
         return self.limit_ms / self.ours_ms if self.limit_ms and self.ours_ms else None
 
     def line(self) -> str:
@@ -91,19 +94,23 @@ def row(
     timed: Timed,
     limit_ms: float | None = None,
     floors: Sequence[str] = (),
+    once: Mapping[str, float] = MappingProxyType({}),
     **more: int | None,
 ) -> Row:
-    """The row of one `interleave`, whose contestants are "ours", `floors` and rivals."""
-    others = [name for name in timed.seconds if name != "ours"]
+    """The row of one `interleave`, whose contestants are "ours", `floors`, rivals and perhaps "limit". `once`: seconds
+    of rivals that ran a single time, beside the rounds."""
+    others = [name for name in timed.seconds if name not in ("ours", "limit")]
+    probed = "limit" in timed.seconds
     rivals = {name: timed.ms(name) for name in others if name not in floors} | dict.fromkeys(timed.missing)
+    rivals |= {name: 1e3 * seconds for name, seconds in once.items()}
     return Row(
         bench,
         case,
         timed.ms("ours"),
         rivals,
-        limit_ms,
+        timed.ms("limit") if probed else limit_ms,
         floors={name: timed.ms(name) for name in floors},
-        ratios={name: timed.ratio(name) for name in others},
+        ratios={name: timed.ratio(name) for name in [*others, *(["limit"] if probed else [])]},
         spread={name: spread(seconds) for name, seconds in timed.seconds.items()},
         rounds=len(timed.seconds["ours"]),
         missing=timed.missing,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench import harness
+from bench import harness, limits
 from bench.harness import Options, Timed
 from bench.peers import dtensor, megatron
 from bench.report import Row, row
@@ -99,7 +99,7 @@ def _contest(config: gpt.GPTConfig, batch: int, names: tuple[str, ...], rounds: 
     losses = {name: float(run(name)) for name in made}
     _compare(losses, {name: table.grad.clone() for name, (_, _, table) in made.items()})
     dist.barrier()
-    peak = harness.measure_limits(size=1024, copy_bytes=64 << 20).flops
+    peak = limits.measure().flops
     started = {name: lambda name=name: run(name) for name in made}
     taken = harness.interleave(started, rounds, lambda _: dist.barrier(), warmup=1)
     if "megatron-core" in made:

@@ -2,8 +2,9 @@
 logits [R, V/2] on each rank, target [R] -> [R]
 
 Both write over the logits (Megatron's in forward, ours in backward, as asked), so each run gets new ones, untimed.
-A round's time is that of its slower rank. Limit: three passes over a rank's share at the bandwidth that both reach
-together; the exchange is not in it. Collectives are counted by the names that the backend gives the profiler.
+A round's time is that of its slower rank. Limit: three passes over a rank's share at the speed of the fastest sweep,
+which both run at once in each round; the exchange is not in it. Collectives are counted by the names that the backend
+gives the profiler.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import harness, memory, operators
+from bench import harness, limits, memory, operators
 from bench.harness import Missing, Options, Timed
 from bench.operators import Judge
 from bench.peers import megatron
@@ -33,14 +34,13 @@ def rows(options: Options) -> Iterator[Row]:
         return
     with WorkerPool(TP) as pool:
         answers = pool.run(_contest, count, vocab, options.rivals, options.rounds, timeout=900)
-    (taken, missing, extra, collectives, _), *_ = answers
+    (taken, missing, extra, collectives), *_ = answers
     for name, why in missing.items():
         operators.say_once(f"- vocab_parallel: {name}: {why}")
     slower = {name: [max(each) for each in zip(*(a[0][name] for a in answers), strict=True)] for name in taken}
     share = 4 * count * vocab // TP
-    limit = 1e3 * 3 * share / min(bandwidth for *_, bandwidth in answers)
     more = {"extra_bytes": extra, "extra_of": share, "collectives": collectives}
-    yield row("vocab_parallel", case, Timed(slower, missing), limit, **more)
+    yield row("vocab_parallel", case, Timed(slower, missing), **more)
 
 
 def _shard(count: int, vocab: int, rank: int) -> tuple[tuple[Tensor, Tensor], Tensor, list[Tensor], list[Tensor]]:
@@ -58,9 +58,9 @@ def _shard(count: int, vocab: int, rank: int) -> tuple[tuple[Tensor, Tensor], Te
     return (logits[:, columns].clone().requires_grad_(), target), dy, *found
 
 
-def _contest(count: int, vocab: int, rivals: tuple[str, ...], rounds: int) -> tuple[dict, dict, int, int, float]:
-    """On each rank: (seconds of each contestant in each round, why rivals are missing, extra bytes of ours, collectives
-    of ours, bandwidth)."""
+def _contest(count: int, vocab: int, rivals: tuple[str, ...], rounds: int) -> tuple[dict, dict, int, int]:
+    """On each rank: (seconds of each contestant and of the limit in each round, why rivals are missing, extra bytes of
+    ours, collectives of ours)."""
     rank = dist.get_rank()
     mesh = Mesh.build(Layout(tp=TP))
     inputs, dy, torchs, exact = _shard(count, vocab, rank)
@@ -84,7 +84,8 @@ def _contest(count: int, vocab: int, rivals: tuple[str, ...], rounds: int) -> tu
     flush = harness.cache_flush()
 
     def between(name: str) -> None:
-        own[name][0].data.copy_(inputs[0].data)
+        if name in own:
+            own[name][0].data.copy_(inputs[0].data)
         flush()
         dist.barrier()
 
@@ -92,14 +93,16 @@ def _contest(count: int, vocab: int, rivals: tuple[str, ...], rounds: int) -> tu
         return operators.outcome(made[name], own[name], dy)
 
     dist.barrier()
-    bandwidth = harness.measure_limits(size=256, copy_bytes=128 << 20).bandwidth
-    taken = harness.interleave({name: lambda name=name: run(name) for name in made}, rounds, between)
+    sweep = limits.best(list(limits.sweeps(inputs[0].nbytes, "cpu")), "cpu")  # while the other rank sweeps, too
+    started = {name: lambda name=name: run(name) for name in made} | {"limit": sweep.run}
+    taken = harness.interleave(started, rounds, between)
+    taken["limit"] = limits.Limit(0.0, 3.0 * inputs[0].nbytes, sweep).seconds(taken["limit"])
     between("ours")
     collectives = count_collectives(lambda: run("ours"))
     extra = memory.peak_extra(lambda: run("ours"), own["ours"])
     if "megatron-core" in made:
         megatron.destroy()
-    return taken, missing, extra, collectives, bandwidth
+    return taken, missing, extra, collectives
 
 
 def count_collectives(run) -> int:

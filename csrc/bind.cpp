@@ -15,6 +15,9 @@ PYBIND11_MODULE(_C, m) {
         "machine lacks it.");
   m.def("own_product", &megacore::multiplies_faster, "Whether large fp32 matrix products are ours on this path.");
   m.def(
+      "set_own_product", &megacore::set_own_product, pybind11::arg("on"),
+      "For tests: large fp32 products by ours (True), by the library (False), or as this CPU is (None). Process-wide.");
+  m.def(
       "native_bf16", [] { return megacore::native(c10::kBFloat16); }, "Whether this CPU multiplies matrices in bf16.");
   m.def("native_fp16", [] { return megacore::native(c10::kHalf); }, "Whether this CPU multiplies matrices in fp16.");
   m.def(

@@ -23,6 +23,7 @@ from tyro.conf import Positional
 from megacore.comm.hosts import crossing, place_ranks
 from megacore.comm.mesh import ORDER, Layout
 from megacore.comm.wording import groups as in_words_of_groups
+from megacore.installation import example_config
 from megacore.train import config
 from megacore.train.check import check
 from megacore.train.config import Settings
@@ -101,12 +102,10 @@ def _parse_train(argv: Sequence[str]) -> TrainCommand:
         return _parse(TrainCommand, ["--help"], "train", TrainCommand())
     words, options = spelled(argv, {"nproc": int, "fresh": bool})
     if not words:
-        raise ValueError("CONFIG is missing; for example: megacore train configs/stdlib.toml --nproc 8")
+        raise ValueError(f"CONFIG is missing; for example: megacore train {example_config()} --nproc 8")
     configs = [w for w in words if w.endswith(".toml")]
     if not configs:
-        raise ValueError(
-            f"CONFIG='{plain(words[0])}' is no .toml file; for example: megacore train configs/stdlib.toml"
-        )
+        raise ValueError(f"CONFIG='{plain(words[0])}' is no .toml file; for example: megacore train {example_config()}")
     if len(words) > 1:
         other = next((w for w in words if w != configs[0]), configs[0])
         raise ValueError(
@@ -277,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _usage() -> str:
     rows = "\n".join(f"  {name:8}  {function.__doc__}" for name, function in COMMANDS.items())
-    return f"megacore COMMAND ...\n\n{rows}\n\nmegacore COMMAND --help names the options."
+    return f"megacore COMMAND ...\n\n{rows}\n\nmegacore COMMAND --help names the options; --version what is installed."
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

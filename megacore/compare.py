@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,10 +30,13 @@ class Outcome:
     weights: list[Piece]
     digests: dict[Key, str]  # of every box held here, counted or not
     refused: str = ""
+    early: dict[Key, str] = field(default_factory=dict)  # the digests after the first step
+    each: list[tuple[list[Piece], list[Piece]]] = field(default_factory=list)  # gradients and weights of every step
 
 
-def run_layout(subject: Subject, trial: Trial, layout: Layout, schedule: str) -> Outcome:
-    """One rank's part, through the step function of `megacore train`; runs in a worker."""
+def run_layout(subject: Subject, trial: Trial, layout: Layout, schedule: str, every: bool = False) -> Outcome:
+    """One rank's part, through the step function of `megacore train`; runs in a worker. every: keep gradients and
+    weights of all steps, not only the first gradients and the last weights."""
     mesh = Mesh.build(layout)
     try:
         build, plan, init = subject.resolve(trial.seed)
@@ -56,23 +59,36 @@ def run_layout(subject: Subject, trial: Trial, layout: Layout, schedule: str) ->
     except ValueError as error:
         mesh.destroy()
         return Outcome([], [], [], [], {}, refused=str(error))
-    losses, norms, gradients = [], [], []
-
-    def keep_first(buffers: GradBuffers) -> None:
-        if not gradients:
-            gradients.extend(_pieces(step.recs, {n: buffers.grad(n) for n in buffers.slots}))
-
-    for number in range(trial.steps):
-        batch = trial.batch(number, plan.vocab_size)
-        result = step.step(trial.share(batch, mesh.dp.index, mesh.dp.size), batch.valid, trial.lr, keep_first)
-        losses.append(result.loss)
-        norms.append(result.grad_norm)
-    digests = dict(_digests(step))
-    counted = mesh.dp_cp.index == 0
-    weights = _pieces(step.recs, {n: p.detach() for n, p in step.params.items()})
-    outcome = Outcome(losses, norms, gradients if counted else [], weights if counted else [], digests)
+    outcome = _steps(step, trial, plan.vocab_size, every)
     mesh.destroy()
     return outcome
+
+
+def _steps(step: TrainStep, trial: Trial, vocab_size: int, every: bool) -> Outcome:
+    mesh, found = step.mesh, Outcome([], [], [], [], {})
+    counted = mesh.dp_cp.index == 0  # the replicas' pieces are the same, which the digests show
+    kept: list[list[Piece]] = []
+
+    def keep(buffers: GradBuffers) -> None:
+        if counted and (every or not kept):
+            kept.append(_pieces(step.recs, {n: buffers.grad(n) for n in buffers.slots}))
+
+    def weights() -> list[Piece]:
+        return _pieces(step.recs, {n: p.detach() for n, p in step.params.items()}) if counted else []
+
+    for number in range(trial.steps):
+        batch = trial.batch(number, vocab_size)
+        result = step.step(trial.share(batch, mesh.dp.index, mesh.dp.size), batch.valid, trial.lr, keep)
+        found.losses.append(result.loss)
+        found.norms.append(result.grad_norm)
+        if number == 0:
+            found.early.update(_digests(step))
+        if every:
+            found.each.append((kept[-1] if counted else [], weights()))
+    found.gradients.extend(kept[0] if counted else [])
+    found.weights.extend(weights())
+    found.digests.update(_digests(step))
+    return found
 
 
 def _pieces(recs: dict[str, ParamRecord], local: dict[str, Tensor]) -> list[Piece]:
@@ -112,9 +128,10 @@ def assemble(
     return full
 
 
-def worst(got: dict[str, Tensor], want: dict[str, Tensor], bound: float) -> tuple[float, str]:
-    """(largest error, a parameter): the first one out of bounds, in the model's order, or else the one with the largest
-    error. By the formula of megacore.verify; NaN counts as infinite."""
+def worst(got: dict[str, Tensor], want: dict[str, Tensor], bound: float, backward: bool = False) -> tuple[float, str]:
+    """(largest error, a parameter): the first one out of bounds, in the model's order (backward: the last, which
+    backward reaches first), or else the one with the largest error. By the formula of megacore.verify; NaN counts as
+    infinite."""
     peak = max((float(t.abs().max()) for t in want.values() if t.numel()), default=0.0)
     errors = {}
     for name, ref in want.items():
@@ -124,7 +141,8 @@ def worst(got: dict[str, Tensor], want: dict[str, Tensor], bound: float) -> tupl
             errors[name] = error if error == error else float("inf")
     largest = max(errors.values(), default=0.0)
     wrong = [name for name, error in errors.items() if error > bound]
-    return largest, (wrong or [name for name, error in errors.items() if error == largest] or [""])[0]
+    named = wrong[-1:] if backward else wrong[:1]
+    return largest, (named or [name for name, error in errors.items() if error == largest] or [""])[0]
 
 
 def relative(got: Sequence[float], want: Sequence[float]) -> float:
@@ -132,10 +150,11 @@ def relative(got: Sequence[float], want: Sequence[float]) -> float:
     return max(e if e == e else float("inf") for e in errors)
 
 
-def copies_that_differ(outcomes: Sequence[Outcome]) -> list[str]:
+def copies_that_differ(outcomes: Sequence[Outcome], early: bool = False) -> list[str]:
+    """The first parameter of which two ranks hold different bits, after the last step (early: after the first)."""
     first: dict[Key, tuple[str, int]] = {}
     for rank, outcome in enumerate(outcomes):
-        for key, digest in outcome.digests.items():
+        for key, digest in (outcome.early if early else outcome.digests).items():
             other, at = first.setdefault(key, (digest, rank))
             if other != digest:
                 return [f"weight {key[0]}: ranks {at} and {rank} hold copies with different bits"]

@@ -40,6 +40,10 @@ class Subject:
     model: str | gpt.GPTConfig | Callable[[], nn.Module] = "gpt"
     plan: str | Plan | Callable[..., Plan] | None = None
 
+    @property
+    def name(self) -> str:
+        return self.model if isinstance(self.model, str) else getattr(self.model, "__name__", repr(self.model))
+
     def resolve(self, seed: int) -> tuple[Callable[[], nn.Module], Plan, Init | None]:
         """(build, plan, init); init None means that `build` gives the weights, the same ones in every process."""
         model = TOYS.get(self.model, self.model) if isinstance(self.model, str) else self.model
@@ -47,13 +51,11 @@ class Subject:
             return lambda: gpt.GPT(model, seed), self._plan(lambda: gpt.plan(model)), gpt.initialise(model)
         factory = _imported(model, "model") if isinstance(model, str) else model
 
-        name = model if isinstance(model, str) else getattr(model, "__name__", repr(model))
-
         def build() -> nn.Module:
             torch.manual_seed(seed)  # the factory draws from torch's own generator
             made = factory()
             if not isinstance(made, nn.Module):
-                raise ValueError(f"model={name} gives a {type(made).__name__}, wanted a plain nn.Module")
+                raise ValueError(f"model={self.name} gives a {type(made).__name__}, wanted a plain nn.Module")
             return made
 
         return build, self._plan(lambda: _default_plan(build()), build), None

@@ -3,9 +3,11 @@
 import pytest
 
 from megacore.comm.workers import WorkerPool
+from tests import bits
 
 
 @pytest.fixture(scope="session")
-def pool():
+def pool(request):
     with WorkerPool(8) as workers:
+        workers.run(bits.choose, *bits.chosen(request.config))
         yield workers

@@ -3,7 +3,10 @@
 #
 #   tools/setup.sh python                 print a Python >= 3.11 of this machine
 #   tools/setup.sh install VENV [PYTHON]  make VENV if missing, then torch, then the rest of pyproject.toml into it
+#   tools/setup.sh toolchain [PYTHON]     is there what a build needs: a compiler, Python.h
 #   tools/setup.sh build PYTHON           build megacore._C with that Python and put the checkout on its path
+#   tools/setup.sh current PYTHON         was megacore._C built with the torch of that Python?
+#   tools/setup.sh constraint PYTHON      print its torch as pip names it
 #   tools/setup.sh cross                  Debian's C++ compiler for arm64, for `make kernels`
 #   tools/setup.sh cuda VENV [--allow-missing]
 #                                         build megacore._C with CUDA into build/cuda, in an environment of its own, and
@@ -11,7 +14,7 @@
 #
 # torch comes first and every later pip call is constrained to the installed one, with build isolation off: an open
 # requirement of some package would otherwise fetch a second torch, of several GB, and the extension would be built
-# against that one.
+# against that one. What they print goes into a log; where one fails, the end of its log comes here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,6 +26,17 @@ PEERS="megatron-core==0.16.1"               # reads our data files in a test; a 
 die() {
     printf 'setup: %s\n' "$*" >&2
     exit 1
+}
+
+quietly() { # LOG COMMAND...: the command with its output in the log; where it fails, what went wrong and the end of it
+    local log=$1
+    shift
+    mkdir -p "$(dirname "$log")"
+    "$@" >"$log" 2>&1 && return
+    grep -m 8 -nE '(error|ERROR|undefined reference|megacore|setup\.py):' "$log" >&2 || true
+    echo "    ..." >&2
+    tail -n 15 "$log" | cut -c 1-400 | sed 's/^/    /' >&2
+    die "failed: $*; the whole log is $log"
 }
 
 usable() { # PYTHON: runs, is new enough, can make environments
@@ -44,6 +58,45 @@ has_torch() { # PYTHON: a torch that is new enough
     "$1" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' >/dev/null 2>&1
 }
 
+constraint() { # PYTHON: its torch, by the name pip knows: torch.__version__ is 2.14.1+cu130 where pip has 2.14.1
+    "$1" - <<'PY'
+import importlib.metadata, sys
+
+try:
+    print("torch==" + importlib.metadata.version("torch"))
+except importlib.metadata.PackageNotFoundError:
+    sys.exit(
+        f"setup: pip does not know the torch of {sys.executable}, so whatever needs torch would install another; "
+        f"make build VENV= PYTHON={sys.executable} installs nothing"
+    )
+PY
+}
+
+current() { # PYTHON: what lies in the checkout loads beside its torch, as far as versions tell; torch is not imported
+    "$1" - <<'PY' 2>/dev/null
+import json, re, sys, sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+library = Path("megacore") / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+version = (Path(find_spec("torch").origin).parent / "version.py").read_text()
+torch = re.search(r"^__version__ = ['\"](.+)['\"]", version, re.M)[1]
+sys.exit(not library.exists() or json.loads(library.with_suffix(".json").read_text())["torch"] != torch)
+PY
+}
+
+has_pip() { # PYTHON
+    "$1" -m pip --version >/dev/null 2>&1
+}
+
+toolchain() { # [PYTHON]: what the extension is compiled with
+    local python=${1:-$(find_python)}
+    command -v "$python" >/dev/null || die "PYTHON=$python: no such program"
+    "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
+        die "Python.h is missing for $python; install its headers (Debian: python3-dev)"
+    command -v "${CXX:-c++}" >/dev/null || die "no C++ compiler found; install one (Debian: g++)"
+}
+
 requirements() { # PYTHON: what pyproject.toml asks for, torch excepted, one requirement a line
     "$1" - <<'PY'
 import re, tomllib
@@ -51,53 +104,62 @@ import re, tomllib
 with open("pyproject.toml", "rb") as f:
     table = tomllib.load(f)
 project = table["project"]
-wanted = [*table["build-system"]["requires"], *project.get("dependencies", [])]
-for group, found in project.get("optional-dependencies", {}).items():
+wanted = ["numpy", *table["build-system"]["requires"]]
+for group, found in project["optional-dependencies"].items():
     if group != "rivals":  # only benchmarks want those, and they drag in much else
         wanted += found
 print("\n".join(w for w in wanted if re.match(r"[\w-]+", w)[0] not in ("torch", "megacore")))
 PY
 }
 
-install_torch() { # PYTHON
+install_torch() { # PYTHON LOG
     if has_torch "$1"; then
         return
     fi
     echo "setup: installing torch"
     if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then
-        "$1" -m pip install -qq numpy 'torch>=2.11'
+        quietly "$2" "$1" -m pip install -q numpy 'torch>=2.11'
     else
         # The plain name may be a CUDA build on Linux: ask for the CPU build by its full version first. Where pip does not
         # know torch's index of CPU builds, PIP_EXTRA_INDEX_URL names it.
-        "$1" -m pip install -qq numpy "torch==$CPU_TORCH+cpu" 2>/dev/null ||
-            "$1" -m pip install -qq numpy "torch==$CPU_TORCH"
+        "$1" -m pip install -q numpy "torch==$CPU_TORCH+cpu" >"$2" 2>&1 || {
+            echo "setup: pip finds no CPU build of torch $CPU_TORCH for $("$1" --version); installing torch $CPU_TORCH as it is there, maybe with CUDA"
+            quietly "$2" "$1" -m pip install -q numpy "torch==$CPU_TORCH"
+        }
     fi
-    has_torch "$1" || die "torch did not install; install torch >= 2.11 into the environment by hand and run make again"
+    has_torch "$1" || die "torch did not install; install torch >= 2.11 into the environment by hand and run make again; the log is $2"
 }
 
-install() { # VENV [PYTHON]
+environment() { # VENV [PYTHON]: made if missing, with a pip of its own
     local venv=$1 python=${2:-}
     if [ ! -x "$venv/bin/python" ]; then
         python=${python:-$(find_python)}
         echo "setup: making $venv with $("$python" --version)"
-        "$python" -m venv "$venv"
+        "$python" -m venv "$venv" || die "$python cannot make $venv; install its venv (Debian: python3-venv), or name another, make PYTHON=/path/to/python"
     fi
-    python=$venv/bin/python
-    install_torch "$python"
+    # one that uv made has none
+    has_pip "$venv/bin/python" || "$venv/bin/python" -m ensurepip >/dev/null 2>&1 || true
+    has_pip "$venv/bin/python" || die "$venv has no pip and its Python cannot make one; run: uv pip install --python $venv/bin/python pip"
+}
+
+install() { # VENV [PYTHON]
+    local venv=$1 python=$1/bin/python
+    environment "$@"
+    install_torch "$python" "$venv/setup-torch.log"
     echo "setup: installing the rest"
-    "$python" -c 'import torch; print("torch==" + torch.__version__)' >"$venv/constraints.txt"
+    constraint "$python" >"$venv/constraints.txt"
     requirements "$python" >"$venv/requirements.txt"
-    "$python" -m pip install -qq -c "$venv/constraints.txt" -r "$venv/requirements.txt" $LINTERS $PEERS
+    quietly "$venv/setup.log" "$python" -m pip install -q -c "$venv/constraints.txt" -r "$venv/requirements.txt" $LINTERS $PEERS
 }
 
 build() { # PYTHON
+    command -v "$1" >/dev/null || die "PYTHON=$1: no such program"
     has_torch "$1" || die "$1 has no torch >= 2.11; run make, which installs one into .venv, or name a Python that has one"
-    "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
-        die "Python.h is missing for $1; install its headers (Debian: python3-dev)"
-    command -v c++ >/dev/null || die "no C++ compiler found; install one (Debian: g++)"
+    toolchain "$1"
+    has_pip "$1" || die "$1 has no pip; install one (Debian: python3-pip; uv: uv pip install --python $1 pip)"
     echo "setup: building megacore._C"
     # PIP_BREAK_SYSTEM_PACKAGES: with VENV= the Python may be the system's; a link to this checkout is all that is added to it.
-    PIP_BREAK_SYSTEM_PACKAGES=1 "$1" -m pip install -qq --no-index --no-build-isolation --no-deps -e .
+    PIP_BREAK_SYSTEM_PACKAGES=1 quietly build/build.log "$1" -m pip install --no-index --no-build-isolation --no-deps -e .
 }
 
 cross() {
@@ -119,20 +181,17 @@ cuda() { # VENV [--allow-missing]
         echo "setup: no nvcc found; csrc/cuda is not built here"
         return
     fi
-    if [ ! -x "$venv/bin/python" ]; then
-        python=$(find_python)
-        echo "setup: making $venv with $("$python" --version)"
-        "$python" -m venv "$venv"
-    fi
+    toolchain
+    environment "$venv"
     python=$venv/bin/python
     if ! has_torch "$python"; then
         echo "setup: installing torch $CUDA_TORCH with CUDA, 5.5 GB"
-        "$python" -m pip install -qq numpy "torch==$CUDA_TORCH"
+        quietly "$venv/setup-torch.log" "$python" -m pip install -q numpy "torch==$CUDA_TORCH"
     fi
     "$python" -c 'import torch, sys; sys.exit(torch.version.cuda is None)' ||
         die "the torch in $venv is no CUDA build; remove $venv, or name another environment with CUDA_VENV="
-    "$python" -c 'import torch; print("torch==" + torch.__version__)' >"$venv/constraints.txt"
-    "$python" -m pip install -qq -c "$venv/constraints.txt" numpy setuptools wheel ninja pybind11
+    constraint "$python" >"$venv/constraints.txt"
+    quietly "$venv/setup.log" "$python" -m pip install -q -c "$venv/constraints.txt" numpy 'setuptools>=77' wheel ninja
     echo "setup: building megacore._C with CUDA into build/cuda"
     mkdir -p build
     rm -rf build/cuda # the objects stay in build/, in a folder named by Python and torch
@@ -148,8 +207,11 @@ command=${1:-}
 case "$command" in
 python) find_python ;;
 install) install "$@" ;;
+toolchain) toolchain "$@" ;;
 build) build "$@" ;;
+current) current "$@" ;;
+constraint) constraint "$@" ;;
 cross) cross ;;
 cuda) cuda "$@" ;;
-*) die "usage: tools/setup.sh python | install VENV [PYTHON] | build PYTHON | cross | cuda VENV [--allow-missing]" ;;
+*) die "usage: tools/setup.sh python | install VENV [PYTHON] | toolchain [PYTHON] | build PYTHON | current PYTHON | constraint PYTHON | cross | cuda VENV [--allow-missing]" ;;
 esac

@@ -1,5 +1,6 @@
 #include "cpu/simd.h"
 
+#include <optional>
 #include <string>
 
 namespace megacore {
@@ -25,6 +26,7 @@ Isa best() {
 }
 
 Isa now = best();
+std::optional<bool> forced;
 
 }  // namespace
 
@@ -36,10 +38,13 @@ const char* cpu_path() {
 }
 bool multiplies_faster() {
 #if defined(__x86_64__)
-  return now == Isa::avx512 && !__builtin_cpu_is("intel");
+  return now == Isa::avx512 && forced.value_or(!__builtin_cpu_is("intel"));
 #else
   return false;
 #endif
+}
+void set_own_product(std::optional<bool> on) {
+  forced = on;
 }
 bool set_cpu_path(const char* name) {
   if (*name == 0) return now = best(), true;

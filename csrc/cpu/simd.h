@@ -4,6 +4,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <optional>
 
 #define MEGACORE_INLINE inline __attribute__((always_inline))
 #define MEGACORE_LAMBDA __attribute__((always_inline))
@@ -16,7 +17,8 @@ Isa isa();                            // decided when the library is loaded
 const char* cpu_path();               // its name
 bool set_cpu_path(const char* name);  // tests and benchmarks; "": the best; false: not there
 
-bool multiplies_faster();  // than the library, see product.h
+bool multiplies_faster();                      // than the library, see product.h
+void set_own_product(std::optional<bool> on);  // tests: as if it were so on AVX-512, or not; nothing: as it is
 
 #if defined(__x86_64__)
 template <class Body, class... Args>

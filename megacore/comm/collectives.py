@@ -129,16 +129,23 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | No
 
 
 class _Pair(torch.autograd.Function):
-    """y = there(x); dx = back(dy)."""
+    """y = there(x); dx = back(dy). `enters`: each rank goes on with y in a way of its own, and `back` makes the
+    gradient of x whole again; otherwise ranks go on alike (see `enters_region`)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, there: Move, back: Move) -> Tensor:
-        ctx.back = back
+    def forward(ctx, x: Tensor, there: Move, back: Move, enters: bool) -> Tensor:
+        ctx.back, ctx.enters = back, enters
         return there(x)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(dy), None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(dy), None, None, None
+
+
+def enters_region(node: object) -> bool | None:
+    """Of a node of an autograd graph: True for copy_to, scatter_to and gather_seq, False for the other three, None for
+    a node that is none of these six."""
+    return node.enters if getattr(node, "_forward_cls", None) is _Pair else None
 
 
 def _same(x: Tensor) -> Tensor:
@@ -147,38 +154,45 @@ def _same(x: Tensor) -> Tensor:
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
     """Enter a tensor-parallel region: y = x; dx = sum over ranks of dy."""
-    return x if group.size == 1 else _Pair.apply(x, _same, partial(_summed, group=group))
+    return x if group.size == 1 else _Pair.apply(x, _same, partial(_summed, group=group), True)
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
     """Leave a tensor-parallel region: y = sum over ranks of x; dx = dy."""
-    return x if group.size == 1 else _Pair.apply(x, partial(_summed, group=group), _same)
+    return x if group.size == 1 else _Pair.apply(x, partial(_summed, group=group), _same, False)
 
 
 def gather_from(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """y = shards joined along dim; dx = own slice of dy (dy must be the same on every rank)."""
-    return _along(x, all_gather, _own, group, dim, sizes, full=False)
+    return _along(x, all_gather, _own, group, dim, sizes, full=False, enters=False)
 
 
 def scatter_to(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """y = own slice of x along dim; dx = slices of dy joined."""
-    return _along(x, _own, all_gather, group, dim, sizes, full=True)
+    return _along(x, _own, all_gather, group, dim, sizes, full=True, enters=True)
 
 
 def gather_seq(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """y = shards joined along dim; dx = own slice of the sum of dy over ranks."""
-    return _along(x, all_gather, _reduce_scatter, group, dim, sizes, full=False)
+    return _along(x, all_gather, _reduce_scatter, group, dim, sizes, full=False, enters=True)
 
 
 def reduce_scatter_seq(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """y = own slice along dim of the sum of x over ranks; dx = slices of dy joined."""
-    return _along(x, _reduce_scatter, all_gather, group, dim, sizes, full=True)
+    return _along(x, _reduce_scatter, all_gather, group, dim, sizes, full=True, enters=False)
 
 
 def _along(
-    x: Tensor, there: Callable, back: Callable, group: Group, dim: int, sizes: Sequence[int] | None, full: bool
+    x: Tensor,
+    there: Callable,
+    back: Callable,
+    group: Group,
+    dim: int,
+    sizes: Sequence[int] | None,
+    full: bool,
+    enters: bool,
 ) -> Tensor:
     if group.size == 1:
         return x
     where = {"group": group, "dim": dim, "sizes": _sizes(x, group, dim, sizes, full)}
-    return _Pair.apply(x, partial(there, **where), partial(back, **where))
+    return _Pair.apply(x, partial(there, **where), partial(back, **where), enters)

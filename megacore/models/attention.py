@@ -35,7 +35,7 @@ class CausalSelfAttention(nn.Module):
         b, s, _ = x.shape
         n, g, d = self.heads, self.kv_heads, self.head_size
         q, k, v = self.qkv(x).split((n * d, g * d, g * d), dim=-1)
-        q, k, v = (t.view(b, s, -1, d).transpose(1, 2) for t in (q, k, v))  # [B, n or g, S, d]
+        q, k, v = (t.unflatten(-1, (m, d)).transpose(1, 2) for t, m in ((q, n), (k, g), (v, g)))  # [B, n or g, S, d]
         if g < n:
             k, v = (t.repeat_interleave(n // g, dim=1) for t in (k, v))
         return self.out(self._attend(q, k, v).transpose(1, 2).reshape(b, s, n * d))

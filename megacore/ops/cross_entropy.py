@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from megacore.comm.mesh import SOLO, Group
+from megacore.ops.derivatives import FirstDerivative, gradient, refuse_tangents
 from megacore.ops.dispatch import chosen
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -80,6 +81,9 @@ def reference(
 ) -> Tensor:  # fmt: skip
     """The same in plain torch under its autograd, in fp64 for every dtype: logits [R, W], target [R] -> loss [R]."""
     check_targets(op, target, vocab_size, ignore_index)
+    if group.size > 1:
+        lacks = f"{op} over {group.size} ranks has no second and no forward-mode derivative"
+        logits = FirstDerivative.apply(logits, f"{lacks}; in one process the reference has")
     columns = true_columns(logits.shape[1], vocab_start, vocab_size)
     ignored, local = target == ignore_index, target - vocab_start
     x = logits[:, :columns].double().masked_fill(ignored.unsqueeze(1), 0.0)  # or 0 * inf would make a NaN gradient
@@ -234,7 +238,7 @@ def _no_second_derivative(ctx, *_: Tensor | None) -> None:
     raise NotImplementedError("cross_entropy has no second derivative; use('reference', 'cross_entropy') has")
 
 
-torch.library.register_autograd("megacore::cross_entropy", _backward, setup_context=_save)
+gradient("cross_entropy", _backward, _save)
 
 
 # ---- the local operators: fakes of both implementations, and the Triton kernels as operators ----
@@ -257,7 +261,8 @@ for _suffix in _SUFFIX.values():
     def _(grad, logits, *_) -> None:
         return None
 
-    torch.library.register_autograd(f"megacore::cross_entropy_bwd{_suffix}", _no_second_derivative)
+    gradient(f"cross_entropy_bwd{_suffix}", _no_second_derivative)
+    refuse_tangents(*(f"cross_entropy_{part}" for part in (f"stats{_suffix}", f"merge{_suffix}", f"bwd{_suffix}_")))
 
 
 @torch.library.impl("megacore::cross_entropy_stats_triton", ("cpu", "cuda"))

@@ -12,6 +12,7 @@ import hashlib
 import torch
 from torch import Tensor
 
+from megacore.ops.derivatives import gradient
 from megacore.ops.dispatch import check_devices, chosen
 
 _WORD = 0xFFFFFFFF
@@ -145,7 +146,7 @@ def _register(name: str) -> None:
         dx = getattr(torch.ops.megacore, name)(dy, ctx.p, ctx.key, sample, position, *ctx.slice)
         return dx, *[None] * 7
 
-    torch.library.register_autograd(f"megacore::{name}", backward, setup_context=_save)
+    gradient(name, backward, _save)
 
 
 for _suffix in _SUFFIX.values():

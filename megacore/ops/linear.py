@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megacore.ops.linear_operators  # noqa: F401  their fakes and gradients
+from megacore.ops.derivatives import check_no_tangent
 from megacore.ops.dispatch import as_autocast, check_devices, chosen
 from megacore.ops.linear_parts import activation, check_arguments, forward
 from megacore.ops.weight_grads import WeightGrads, into_main_grads
@@ -76,6 +77,7 @@ def _run(
     x, weight, bias = (as_autocast(t) for t in (x, weight, bias))
     impl = chosen(op, x.device)
     if weight_grad is not None:
+        check_no_tangent(op, x, weight, bias)
         return into_main_grads(op, impl, x, weight, bias, form, weight_grad, targets)
     if impl == "reference":
         return reference(op, x, weight, bias, *form)

@@ -34,6 +34,7 @@ from megacore.ops.cross_entropy import (
     wrong,
 )
 from megacore.ops.cross_entropy import reference as cross_entropy_reference
+from megacore.ops.derivatives import gradient
 from megacore.ops.dispatch import as_autocast, check_devices, chosen
 
 OP = "linear_cross_entropy"
@@ -315,5 +316,5 @@ def _no_second_derivative(ctx, *_: Tensor | None) -> None:
     raise NotImplementedError(f"{OP} has no second derivative; use('reference', '{OP}') has")
 
 
-torch.library.register_autograd("megacore::linear_cross_entropy", _backward, setup_context=_save)
-torch.library.register_autograd("megacore::linear_cross_entropy_bwd", _no_second_derivative)
+gradient(OP, _backward, _save)
+gradient(f"{OP}_bwd", _no_second_derivative)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megacore.ops.derivatives import gradient, refuse_tangents
 from megacore.ops.linear_parts import (
     OPERATORS,
     SUFFIX,
@@ -122,16 +123,16 @@ def _gradient(op: str, impl: str) -> None:
                 dw = wgrad(impl, d, x) if need_weight else None
         return (dx, dw, db if need_bias else None, *rest)
 
-    torch.library.register_autograd(f"megacore::{op}{SUFFIX[impl]}", backward, setup_context=save)
+    gradient(op + SUFFIX[impl], backward, save)
     if op == "linear":
         return
 
     def refuse(ctx, *_: Tensor | None) -> None:  # or double backward would drop a term in silence
         raise NotImplementedError(f"{op} has no second derivative; use('reference', {op!r}) has")
 
-    torch.library.register_autograd(f"megacore::{op}_dpre{SUFFIX[impl]}", refuse)
+    gradient(f"{op}_dpre{SUFFIX[impl]}", refuse)
     if (op, impl) == ("linear_gelu", "cpp"):
-        torch.library.register_autograd("megacore::linear_gelu_dgrad", refuse)
+        gradient("linear_gelu_dgrad", refuse)
 
 
 for _impl, _suffix in SUFFIX.items():
@@ -181,10 +182,11 @@ def _dbias_backward(ctx, grad: Tensor) -> Tensor:
     return grad.expand(ctx.shape)
 
 
-torch.library.register_autograd("megacore::linear_dgrad", _dgrad_backward, setup_context=_keep_both)
-torch.library.register_autograd("megacore::linear_wgrad", _wgrad_backward, setup_context=_keep_both)
-torch.library.register_autograd("megacore::linear_wgrad_dbias", _wgrad_dbias_backward, setup_context=_keep_both)
-torch.library.register_autograd("megacore::linear_dbias", _dbias_backward, setup_context=_keep_shape)
+gradient("linear_dgrad", _dgrad_backward, _keep_both)
+gradient("linear_wgrad", _wgrad_backward, _keep_both)
+gradient("linear_wgrad_dbias", _wgrad_dbias_backward, _keep_both)
+gradient("linear_dbias", _dbias_backward, _keep_shape)
+refuse_tangents("linear_wgrad_", "matmul_into")
 
 
 # ---- Triton ----

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megacore.comm.collectives import reduce_from
 from megacore.comm.mesh import Group
 from megacore.parallel.layers import Pieces, Sharded, checked
+from megacore.parallel.plain import check_embedding, check_heir
 from megacore.parallel.record import Placement, along, unit_range
 
 
@@ -90,21 +91,20 @@ class VocabParallelEmbedding(Sharded):
             )
 
     @classmethod
+    def like(cls, embedding: nn.Embedding, group: Group, multiple: int = 1) -> VocabParallelEmbedding:
+        """This rank's rows of a plain nn.Embedding, on the meta device: the shape of what `from_embedding` gives.
+        ValueError for a module that is more than that."""
+        check_embedding(embedding)
+        rows, width = embedding.weight.shape
+        padding, dtype = embedding.padding_idx, embedding.weight.dtype
+        made = cls(rows, width, group=group, padding_idx=padding, multiple=multiple, device="meta", dtype=dtype)
+        check_heir(made, embedding)
+        return made
+
+    @classmethod
     def from_embedding(cls, embedding: nn.Embedding, group: Group, multiple: int = 1) -> VocabParallelEmbedding:
-        """This rank's rows of a plain nn.Embedding; a meta table gives a meta table."""
-        if embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq:
-            raise ValueError(
-                "embedding with max_norm, sparse or scale_grad_by_freq cannot be split by vocabulary; unset them"
-            )
-        made = cls(
-            embedding.num_embeddings,
-            embedding.embedding_dim,
-            group=group,
-            padding_idx=embedding.padding_idx,
-            multiple=multiple,
-            device="meta",
-            dtype=embedding.weight.dtype,
-        )
+        """`like`, with this rank's share of the table; a meta table gives a meta table."""
+        made = cls.like(embedding, group, multiple)
         made._adopt(embedding)
         return made
 

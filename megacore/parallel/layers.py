@@ -22,6 +22,7 @@ from megacore.comm.mesh import Group
 from megacore.ops import linear, linear_gelu
 from megacore.ops.linear_parts import widens
 from megacore.parallel.materialize import Init, draw
+from megacore.parallel.plain import check_heir, check_linear, inherit, reborn
 from megacore.parallel.record import ParamRecord, Placement, Range, along, unit_range, whole
 
 Pieces = tuple[tuple[Range, bool], ...]  # what one rank holds of the split dimension, and whether as first holder
@@ -32,6 +33,8 @@ def even_pieces(size: int, group: Group, units: int | None = None) -> tuple[Piec
     units = size if units is None else units
     if size % units:
         raise ValueError(f"size={size} does not divide into units={units}; units must divide it")
+    if group.size > units != size:
+        raise ValueError(f"tp={group.size} is more than units={units}: some rank has none; choose a smaller tp")
     return tuple(((unit_range(units, group.size, i, size // units), True),) for i in range(group.size))
 
 
@@ -64,9 +67,9 @@ class Sharded(nn.Module):
         for key, placed in self.placements().items():
             old, new = getattr(plain, key), getattr(self, key)
             rec = ParamRecord(key, placed.shape, tuple(new.shape), placed.boxes)
-            local = new.data if old.is_meta else rec.slice_full(old.data)
-            setattr(self, key, nn.Parameter(local, requires_grad=old.requires_grad))
-        self.train(plain.training)
+            local = torch.empty_like(new, dtype=old.dtype) if old.is_meta else rec.slice_full(old.data)
+            setattr(self, key, reborn(old, local))
+        inherit(self, plain)
 
 
 def checked(group: Group) -> Group:
@@ -183,11 +186,20 @@ class ColumnParallelLinear(Sharded):
         return y if self._order is None else y[..., self._order]
 
     @classmethod
-    def from_linear(cls, linear: nn.Module, group: Group, **options) -> ColumnParallelLinear:
-        """This rank's columns of a plain nn.Linear (or Conv1D with transposed=True); a meta layer gives a meta
-        layer."""
-        n, k = linear.weight.shape[::-1] if options.get("transposed") else linear.weight.shape
+    def like(cls, linear: nn.Module, group: Group, **options) -> ColumnParallelLinear:
+        """This rank's columns of a plain nn.Linear (or Conv1D with transposed=True), on the meta device: the shape of
+        what `from_linear` gives. ValueError for a module that is more than that."""
+        transposed = bool(options.get("transposed"))
+        check_linear(linear, transposed)
+        n, k = linear.weight.shape[::-1] if transposed else linear.weight.shape
         made = cls(k, n, linear.bias is not None, group=group, device="meta", dtype=linear.weight.dtype, **options)
+        check_heir(made, linear)
+        return made
+
+    @classmethod
+    def from_linear(cls, linear: nn.Module, group: Group, **options) -> ColumnParallelLinear:
+        """`like`, with this rank's share of the weights; a meta layer gives a meta layer."""
+        made = cls.like(linear, group, **options)
         made._adopt(linear)
         return made
 
@@ -256,13 +268,24 @@ class RowParallelLinear(Sharded):
         )
         if self.skip_bias_add:
             return y, self.bias
-        return y if self.bias is None else y + self.bias
+        # under autocast y has its dtype and the bias its own: as in F.linear, the result has that of y
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    @classmethod
+    def like(cls, linear: nn.Module, group: Group, **options) -> RowParallelLinear:
+        """This rank's inputs of a plain nn.Linear (or Conv1D with transposed=True), on the meta device: the shape of
+        what `from_linear` gives. ValueError for a module that is more than that."""
+        transposed = bool(options.get("transposed"))
+        check_linear(linear, transposed)
+        n, k = linear.weight.shape[::-1] if transposed else linear.weight.shape
+        made = cls(k, n, linear.bias is not None, group=group, device="meta", dtype=linear.weight.dtype, **options)
+        check_heir(made, linear)
+        return made
 
     @classmethod
     def from_linear(cls, linear: nn.Module, group: Group, **options) -> RowParallelLinear:
-        """This rank's inputs of a plain nn.Linear (or Conv1D with transposed=True); a meta layer gives a meta layer."""
-        n, k = linear.weight.shape[::-1] if options.get("transposed") else linear.weight.shape
-        made = cls(k, n, linear.bias is not None, group=group, device="meta", dtype=linear.weight.dtype, **options)
+        """`like`, with this rank's share of the weights; a meta layer gives a meta layer."""
+        made = cls.like(linear, group, **options)
         made._adopt(linear)
         return made
 

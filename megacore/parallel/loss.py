@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megacore.comm.mesh import Group
@@ -9,6 +10,7 @@ from megacore.ops import cross_entropy, linear_cross_entropy
 from megacore.parallel.batch import IGNORE
 from megacore.parallel.embedding import vocab_range
 from megacore.parallel.head import Unprojected
+from megacore.parallel.regions import check_region
 
 
 def vocab_parallel_cross_entropy(
@@ -26,7 +28,9 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of logits [..., V/t] whose columns are this rank's share of the vocabulary, as
     VocabParallelEmbedding and a vocabulary-parallel head lay it out (`multiple` as there). See
-    megacore.ops.cross_entropy for the formula."""
+    megacore.ops.cross_entropy for the formula. Raises ValueError where a whole parameter acts on the split logits."""
+    if group.size > 1 and not torch.compiler.is_compiling():
+        check_region(logits, "the loss")
     start, _, _ = vocab_range(vocab_size, group.size, group.index, multiple)
     return cross_entropy(
         logits,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.comm.mesh import Mesh
+from megacore.parallel.plain import reborn
 from megacore.parallel.random import parameter_generator
 from megacore.parallel.record import ParamRecord, records
 
@@ -44,7 +45,7 @@ def materialize(
     recs = records(module, mesh)
     for name, param in module.named_parameters():
         local = draw(recs[name], init, seed).to(device=device, dtype=dtype)
-        made[id(param)] = nn.Parameter(local, requires_grad=param.requires_grad)
+        made[id(param)] = reborn(param, local)
     for child in module.modules():
         for name, param in list(child.named_parameters(recurse=False)):
             setattr(child, name, made[id(param)])

@@ -1,4 +1,9 @@
-"""Styles: what a row of a plan's table makes of the module it names. A new one is a frozen dataclass with `apply`."""
+"""Styles: what a row of a plan's table makes of the module it names.
+
+A new one is a frozen dataclass with `apply(module, site)`, which gives the module that takes the place. Those here also
+say beforehand, changing nothing, what would come of it: `shell`, the replacement without weights, which raises for all
+that cannot be split or would be lost (see plain.py), and `flow`, what leaves or enters it split (see pairs.py).
+"""
 
 from __future__ import annotations
 
@@ -9,81 +14,144 @@ from torch import nn
 
 from megacore.comm.mesh import Group
 from megacore.parallel.embedding import VocabParallelEmbedding, vocab_pieces, vocab_range
+from megacore.parallel.gelu import FORMS, gelu_form
 from megacore.parallel.head import VocabHead
-from megacore.parallel.layers import ColumnParallelLinear, Pieces, RowParallelLinear, even_pieces
+from megacore.parallel.heads import check_counts, kv_pieces, qkv_pieces, query_pieces
+from megacore.parallel.layers import ColumnParallelLinear, Pieces, RowParallelLinear, Sharded, even_pieces
+from megacore.parallel.pairs import Flow
+from megacore.parallel.plain import check_dropout, check_heir, check_linear, inherit
 from megacore.parallel.plan import Site
 from megacore.parallel.random import Dropout
 from megacore.parallel.record import head_pieces
 
 
+class Swap:
+    """What the styles share. `shell` says what would come, `fill` makes it so, `apply` is both."""
+
+    def shell(self, module: nn.Module, site: Site) -> nn.Module:
+        """The module that will take the place, its parameters on meta. ValueError for what would not be the same."""
+        raise NotImplementedError
+
+    def fill(self, shell: nn.Module, module: nn.Module, site: Site) -> None:
+        """Give the shell this rank's share of the module's weights, and what was set on the module."""
+        if isinstance(shell, Sharded):
+            shell._adopt(module)
+        elif shell is not module:
+            inherit(shell, module)
+
+    def flow(self, module: nn.Module, group: Group) -> Flow | None:
+        """What leaves or enters the module split over ranks; None: nothing does."""
+
+    def apply(self, module: nn.Module, site: Site) -> nn.Module:
+        shell = self.shell(module, site)
+        self.fill(shell, module, site)
+        return shell
+
+
 @dataclass(frozen=True)
-class Column:
+class Column(Swap):
     """nn.Linear -> ColumnParallelLinear; `units` indivisible units (heads); `activation` fuses the GeLU that
-    follows."""
+    follows. `blocks`: the rows are that many blocks, one after another ([gate | up]: 2), of which each rank has its
+    share of each; `units` are then those of one block."""
 
     gather_output: bool = False
     activation: str | None = None
     units: int | None = None
     transposed: bool = False
+    blocks: int | None = None
 
-    def apply(self, module: nn.Module, site: Site) -> nn.Module:
-        options = {}
-        if self.units is not None:
-            size = module.weight.shape[int(self.transposed)]
-            options["pieces"] = even_pieces(size, site.group, self.units)
-        return ColumnParallelLinear.from_linear(
+    def __post_init__(self) -> None:
+        check_counts("Column", units=self.units, blocks=self.blocks)
+        if self.activation is not None and self.activation not in FORMS:
+            raise ValueError(
+                f"Column(activation={self.activation!r}) is not a form of GeLU; choose 'tanh', 'none' (erf) or None"
+            )
+
+    def pieces(self, size: int, group: Group) -> tuple[Pieces, ...]:
+        blocks = self.blocks or 1
+        if size % blocks:
+            raise ValueError(f"blocks={blocks} does not divide its {size} rows; give the number of equal blocks")
+        width = size // blocks
+        one = even_pieces(width, group, self.units)
+        starts = range(0, size, width)
+        return tuple(tuple(((at + a, at + b), own) for at in starts for (a, b), own in rank) for rank in one)
+
+    def shell(self, module: nn.Module, site: Site) -> nn.Module:
+        check_linear(module, self.transposed)
+        return ColumnParallelLinear.like(
             module,
             site.group,
             gather_output=self.gather_output,
             activation=self.activation,
             transposed=self.transposed,
-            **options,
+            pieces=self.pieces(module.weight.shape[int(self.transposed)], site.group),
         )
+
+    def flow(self, module: nn.Module, group: Group) -> Flow | None:
+        if self.gather_output:
+            return None
+        size, blocks = module.weight.shape[int(self.transposed)], self.blocks or 1
+        told = self.blocks is not None or self.units is not None
+        one = even_pieces(size // blocks, group, self.units)
+        return Flow(True, size // blocks, one, None if told else size)
+
+    def gelu(self, module: nn.Module) -> tuple[str, str] | None:
+        return None if self.activation is None else ("column", self.activation)
 
 
 @dataclass(frozen=True)
-class Qkv:
+class Qkv(Swap):
     """One nn.Linear with rows [q | k | v] -> column-parallel by heads; KV heads are replicated where ranks outnumber
-    them."""
+    them. interleaved=True: the rows are [q ... q k v] for one KV head after another, as Megatron, GPT-NeoX, BLOOM and
+    Falcon have them (with as many KV heads as heads: [q k v] a head)."""
 
     heads: int
     kv_heads: int
     transposed: bool = False
+    interleaved: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_counts("Qkv", heads=self.heads, kv_heads=self.kv_heads)
 
     def pieces(self, size: int, group: Group) -> tuple[Pieces, ...]:
-        width = size // (self.heads + 2 * self.kv_heads)
-        found = []
-        for i in range(group.size):
-            q, kv, first = head_pieces(self.heads, self.kv_heads, group.size, i)
-            blocks = ((q, 0, True), (kv, self.heads, first), (kv, self.heads + self.kv_heads, first))
-            found.append(tuple((((at + a) * width, (at + b) * width), own) for (a, b), at, own in blocks))
-        return tuple(found)
+        return qkv_pieces(self.heads, self.kv_heads, size, group, bool(self.interleaved))
 
-    def apply(self, module: nn.Module, site: Site) -> nn.Module:
-        size = module.weight.shape[int(self.transposed)]
-        return ColumnParallelLinear.from_linear(
-            module, site.group, pieces=self.pieces(size, site.group), transposed=self.transposed
-        )
+    def shell(self, module: nn.Module, site: Site) -> nn.Module:
+        check_linear(module, self.transposed)
+        if self.interleaved is None and site.name.rpartition(".")[2] in ("query_key_value", "linear_qkv"):
+            raise ValueError(
+                "weights of this name lie [q k v] head after head in Megatron, GPT-NeoX, BLOOM and Falcon, [q | k | v] "
+                "elsewhere; say interleaved=True or interleaved=False"
+            )
+        pieces = self.pieces(module.weight.shape[int(self.transposed)], site.group)
+        return ColumnParallelLinear.like(module, site.group, pieces=pieces, transposed=self.transposed)
+
+    def flow(self, module: nn.Module, group: Group) -> Flow:
+        width = module.weight.shape[int(self.transposed)] // (self.heads + 2 * self.kv_heads)
+        return Flow(True, self.heads * width, query_pieces(self.heads, self.kv_heads, self.heads * width, group))
 
 
 @dataclass(frozen=True)
-class KvHeads:
+class KvHeads(Swap):
     """A separate k or v nn.Linear -> column-parallel by KV heads, replicated where ranks outnumber them."""
 
     heads: int
     kv_heads: int
 
-    def apply(self, module: nn.Module, site: Site) -> nn.Module:
-        width = module.weight.shape[0] // self.kv_heads
-        found = []
-        for i in range(site.group.size):
-            _, (a, b), first = head_pieces(self.heads, self.kv_heads, site.group.size, i)
-            found.append((((a * width, b * width), first),))
-        return ColumnParallelLinear.from_linear(module, site.group, pieces=tuple(found))
+    def __post_init__(self) -> None:
+        check_counts("KvHeads", heads=self.heads, kv_heads=self.kv_heads)
+
+    def shell(self, module: nn.Module, site: Site) -> nn.Module:
+        check_linear(module)
+        pieces = kv_pieces(self.heads, self.kv_heads, module.weight.shape[0], site.group)
+        return ColumnParallelLinear.like(module, site.group, pieces=pieces)
+
+    def flow(self, module: nn.Module, group: Group) -> Flow:
+        return Flow(True)
 
 
 @dataclass(frozen=True)
-class QueryHeads:
+class QueryHeads(Swap):
     """A separate q nn.Linear -> column-parallel by query heads; with row=True the output projection, row-parallel."""
 
     heads: int
@@ -91,27 +159,37 @@ class QueryHeads:
     row: bool = False
     transposed: bool = False
 
-    def apply(self, module: nn.Module, site: Site) -> nn.Module:
-        size = module.weight.shape[int(self.row) ^ int(self.transposed)]
-        width, found = size // self.heads, []
-        for i in range(site.group.size):
-            (a, b), _, _ = head_pieces(self.heads, self.kv_heads, site.group.size, i)
-            found.append((((a * width, b * width), True),))
+    def __post_init__(self) -> None:
+        check_counts("QueryHeads", heads=self.heads, kv_heads=self.kv_heads)
+
+    def _pieces(self, module: nn.Module, group: Group) -> tuple[Pieces, ...]:
+        return query_pieces(self.heads, self.kv_heads, module.weight.shape[int(self.row) ^ int(self.transposed)], group)
+
+    def shell(self, module: nn.Module, site: Site) -> nn.Module:
+        check_linear(module, self.transposed)
         layer = RowParallelLinear if self.row else ColumnParallelLinear
-        return layer.from_linear(module, site.group, pieces=tuple(found), transposed=self.transposed)
+        return layer.like(module, site.group, pieces=self._pieces(module, site.group), transposed=self.transposed)
+
+    def flow(self, module: nn.Module, group: Group) -> Flow:
+        size = module.weight.shape[int(self.row) ^ int(self.transposed)]
+        return Flow(not self.row, size, self._pieces(module, group))
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Swap):
     """nn.Linear -> RowParallelLinear."""
 
     units: int | None = None
     input_is_parallel: bool = True
     transposed: bool = False
 
-    def apply(self, module: nn.Module, site: Site) -> nn.Module:
+    def __post_init__(self) -> None:
+        check_counts("Row", units=self.units)
+
+    def shell(self, module: nn.Module, site: Site) -> nn.Module:
+        check_linear(module, self.transposed)
         size = module.weight.shape[1 - int(self.transposed)]
-        return RowParallelLinear.from_linear(
+        return RowParallelLinear.like(
             module,
             site.group,
             input_is_parallel=self.input_is_parallel,
@@ -119,70 +197,112 @@ class Row:
             transposed=self.transposed,
         )
 
+    def flow(self, module: nn.Module, group: Group) -> Flow | None:
+        if not self.input_is_parallel:
+            return None
+        size = module.weight.shape[1 - int(self.transposed)]
+        return Flow(False, size, even_pieces(size, group, self.units))
+
 
 @dataclass(frozen=True)
-class Vocab:
+class Vocab(Swap):
     """nn.Embedding -> VocabParallelEmbedding."""
 
-    def apply(self, module: nn.Module, site: Site) -> nn.Module:
-        return VocabParallelEmbedding.from_embedding(module, site.group, site.plan.vocab_multiple)
+    def shell(self, module: nn.Module, site: Site) -> nn.Module:
+        return VocabParallelEmbedding.like(module, site.group, site.plan.vocab_multiple)
 
 
 @dataclass(frozen=True)
-class Head:
+class Head(Swap):
     """The output nn.Linear -> VocabHead, column-parallel by vocabulary, as the embedding is; logits are never
     gathered."""
 
-    def apply(self, module: nn.Module, site: Site) -> nn.Module:
+    def shell(self, module: nn.Module, site: Site) -> nn.Module:
+        check_linear(module)
         vocab, multiple, group = module.weight.shape[0], site.plan.vocab_multiple, site.group
+        if vocab != site.plan.vocab_size:
+            raise ValueError(
+                f"it has {vocab} rows and plan.vocab_size is {site.plan.vocab_size}; give Plan(vocab_size={vocab})"
+            )
         _, _, rows = vocab_range(vocab, group.size, group.index, multiple)
-        return VocabHead.from_linear(module, group, pieces=vocab_pieces(vocab, group, multiple), padded=rows)
+        return VocabHead.like(module, group, pieces=vocab_pieces(vocab, group, multiple), padded=rows)
 
 
 @dataclass(frozen=True)
-class Shares:
+class Shares(Swap):
     """Set integer attributes of a module to this rank's share of heads: Shares(heads, kv_heads,
     attributes={"num_heads": ("q", 1), "split_size": ("q", 64)}) sets num_heads to the local query heads and split_size
-    to 64 times as many."""
+    to 64 times as many. The module must have the whole number there."""
 
     heads: int
     kv_heads: int
     attributes: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
-    def apply(self, module: nn.Module, site: Site) -> nn.Module:
+    def __post_init__(self) -> None:
+        check_counts("Shares", heads=self.heads, kv_heads=self.kv_heads)
+
+    def shell(self, module: nn.Module, site: Site) -> nn.Module:
+        head_pieces(self.heads, self.kv_heads, site.group.size, site.group.index)
+        for attribute, (which, width) in self.attributes.items():
+            if which not in ("q", "kv"):
+                raise ValueError(f"attribute {attribute} is given ({which!r}, {width}); wanted 'q' or 'kv' first")
+            if not hasattr(module, attribute):  # a misspelt attribute is an error, not a new attribute
+                raise ValueError(f"a {type(module).__name__} has no attribute {attribute}; check the name")
+            if isinstance(getattr(type(module), attribute, None), property):
+                raise ValueError(f"{attribute} is computed by a property; name the attribute that it reads")
+            value, total = getattr(module, attribute), {"q": self.heads, "kv": self.kv_heads}[which]
+            if isinstance(value, bool) or value != total * width:
+                raise ValueError(f"{attribute} is {value!r}, wanted the whole number, {total} x {width}; check the row")
+        return module
+
+    def fill(self, shell: nn.Module, module: nn.Module, site: Site) -> None:
         q, kv, _ = head_pieces(self.heads, self.kv_heads, site.group.size, site.group.index)
         for attribute, (which, width) in self.attributes.items():
-            getattr(module, attribute)  # a misspelt attribute is an error, not a new attribute
             start, stop = {"q": q, "kv": kv}[which]
             setattr(module, attribute, (stop - start) * width)
-        return module
 
 
 @dataclass(frozen=True)
-class HeadDropout:
-    """A Dropout on attention probabilities [B, heads, S, S]: its masks are keyed by the global head."""
+class HeadDropout(Swap):
+    """A megacore Dropout on attention probabilities [B, heads, S, S]: its masks are keyed by the global head."""
 
     heads: int
     kv_heads: int
 
-    def apply(self, module: nn.Module, site: Site) -> nn.Module:
+    def __post_init__(self) -> None:
+        check_counts("HeadDropout", heads=self.heads, kv_heads=self.kv_heads)
+
+    def shell(self, module: nn.Module, site: Site) -> nn.Module:
+        if type(module) is not Dropout:
+            raise ValueError(f"{type(module).__name__} is no megacore Dropout; build the model with that one")
         (start, _), _, _ = head_pieces(self.heads, self.kv_heads, site.group.size, site.group.index)
         return Dropout(module.p, module.streams, module.name, group_start=start)
 
 
 @dataclass(frozen=True)
-class KeyedDropout:
+class KeyedDropout(Swap):
     """nn.Dropout of a foreign model -> Dropout with masks that no layout changes."""
 
-    def apply(self, module: nn.Module, site: Site) -> nn.Module:
+    def shell(self, module: nn.Module, site: Site) -> nn.Module:
+        check_dropout(module)
         if module.p == 0:
             return module
-        return Dropout(module.p, site.streams, site.name)
+        made = Dropout(module.p, site.streams, site.name)
+        check_heir(made, module)
+        return made
 
 
 @dataclass(frozen=True)
-class Fused:
-    """An activation that the Column before it computes already."""
+class Fused(Swap):
+    """A GeLU that the Column(activation=...) before it computes already."""
 
-    def apply(self, module: nn.Module, site: Site) -> nn.Module:
+    def shell(self, module: nn.Module, site: Site) -> nn.Module:
+        if gelu_form(module) is None:
+            raise ValueError(
+                f"{type(module).__name__} is not GeLU alone, which is what a Column computes; drop this row, and "
+                "activation of the Column"
+            )
         return nn.Identity()
+
+    def gelu(self, module: nn.Module) -> tuple[str, str]:
+        return "fused", gelu_form(module)

@@ -18,6 +18,7 @@ from megacore.comm.mesh import Mesh
 from megacore.ops.linear_cross_entropy import chunk_rows_for
 from megacore.parallel.batch import MicroBatch
 from megacore.parallel.data import GradBuffers
+from megacore.parallel.drift import WholeGradients
 from megacore.parallel.embedding import vocab_range
 from megacore.parallel.head import Unprojected, heads_of
 from megacore.parallel.loss import head_cross_entropy, vocab_parallel_cross_entropy
@@ -124,6 +125,7 @@ class TrainStep:
         self.params = dict(self.model.named_parameters())
         self.recs = records(self.model, mesh)
         self.buffers = GradBuffers(self.params, self.recs, mesh, bucket_bytes)
+        self._whole = WholeGradients(self.buffers, self.recs, mesh)
         o = self.optim
         self.optimizer = MixedAdamW(
             self.params, self.recs, self.buffers, mesh, o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay
@@ -155,6 +157,7 @@ class TrainStep:
         self.buffers.finish()
         if inspect is not None:
             inspect(self.buffers)
+        self._whole.check()
         norm, _ = global_norm(self.buffers, self.recs, self.mesh)
         loss = self._over_world(losses, microbatches, valid)
         info = self.optimizer.step(lr, norm, self.optim.clip, num_valid=valid)

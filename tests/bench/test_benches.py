@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import harness, operators, step, vocab_parallel
+from bench import harness, limits, operators, step, vocab_parallel
 from bench.__main__ import BENCHES
 from megacore.models import gpt
 from megacore.ops.dispatch import SERVED
@@ -16,7 +16,7 @@ QUICK = harness.Options(rivals=("torch-eager",), rounds=2, quick=True, only=({"d
 
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch):
-    monkeypatch.setattr(harness, "measure_limits", lambda *_, **__: harness.Limits(1e11, 1e10))
+    monkeypatch.setattr(limits, "measure", lambda *_, **__: limits.Limits(1e11, 1e10))
 
 
 @pytest.mark.parametrize("op", [op for op in BENCHES if op not in ("vocab_parallel", "step")])
@@ -47,8 +47,8 @@ def test_an_operator_that_this_build_lacks_is_one_line(capsys, monkeypatch):
 
 
 def test_vocab_parallel_is_verified_and_counts_one_exchange(pool):
-    taken, missing, extra, collectives, _ = pool.run(vocab_parallel._contest, 6, 50, ("gloo",), 2, world=2)[0]
-    assert set(taken) == {"ours"} and len(taken["ours"]) == 2 and not missing
+    taken, missing, extra, collectives = pool.run(vocab_parallel._contest, 6, 50, ("gloo",), 2, world=2)[0]
+    assert set(taken) == {"ours", "limit"} and len(taken["ours"]) == 2 and not missing
     assert collectives == 1 and extra >= 0
 
 

@@ -1,11 +1,12 @@
 """The arithmetic of the benchmarks: fair turns, honest statistics, refusal of wrong answers, the form of the report."""
 
 import json
+import time
 
 import pytest
 import torch
 
-from bench import harness, operators, report
+from bench import harness, limits, operators, report
 from bench.__main__ import BENCHES, main, options_of, parse
 from bench.poison import poisoned
 
@@ -38,22 +39,19 @@ def test_a_ratio_is_the_median_of_the_ratios_of_rounds():
     assert slow_machine.ratio("a") == 2.0 and slow_machine.ms("a") / slow_machine.ms("ours") == 20.0
 
 
-def test_limit_is_the_slower_of_arithmetic_and_traffic():
-    limits = harness.Limits(flops=100e9, bandwidth=20e9)
-    assert limits.ms(flops=1e9) == pytest.approx(10.0)
-    assert limits.ms(flops=1e9, nbytes=1e9) == pytest.approx(50.0)
-
-
-def test_limits_are_measured():
-    limits = harness.measure_limits(64, 1 << 20, dtypes=(torch.float32, torch.bfloat16))
-    assert limits.flops > 1e6 and limits.bandwidth > 1e6
-
-
 def problem(ours, rivals=()):
     torch.manual_seed(0)
     inputs = [torch.randn(8, 16).requires_grad_(), torch.randn(16, 4).requires_grad_()]
+    least = {"fwd+bwd": limits.Limit(1.0)}
     return operators.Problem(
-        "linear", {"shape": "8x16x4"}, ours, torch.matmul, inputs, torch.randn(8, 4), {"fwd+bwd": 1.0}, dict(rivals)
+        "linear",
+        {"shape": "8x16x4"},
+        ours,
+        torch.matmul,
+        inputs,
+        torch.randn(8, 4),
+        least,
+        dict(rivals),
     )
 
 
@@ -177,6 +175,20 @@ def test_report_has_the_agreed_form(tmp_path):
     assert kept["rivals"] == {"gloo": 400.0, "liger": None} and kept["ratios"] == {"gloo": 2.0}
     assert "gloo 400 ms (2.00x)" in row.line() and "liger -" in row.line()
     assert report.read(tmp_path / "new" / "step.json")[1] == [row]
+
+
+def test_a_rival_without_room_in_the_budget_runs_once():
+    ran = []
+
+    def slow(x, w):
+        ran.append(1)
+        time.sleep(0.05)
+        return x @ w
+
+    given = problem(torch.matmul, {"liger": lambda: slow, "torch-eager": lambda: torch.matmul})
+    (row,) = operators.measure(given, harness.Options(rounds=3, budget=0.2))
+    assert row.rivals["liger"] > 40 and row.ratio("liger") > 10 and "liger" not in row.spread
+    assert len(ran) == 3  # two to verify it
 
 
 @pytest.mark.parametrize(("case", "rivals"), [({"size": 3}, {}), ({"tp": 2}, {"pytorch": 1.0})])

@@ -66,7 +66,7 @@ def test_opcheck(kind, dtype):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_compiles_in_one_graph(reduction):
-    x, weight, bias, y = inputs(6, 10, 12)
+    x, weight, bias, y = inputs(6, 10, 12, torch.float64)  # compiled code hands the library memory of other alignment
 
     def f(x, weight, bias, y):
         how = {"vocab_size": 12, "label_smoothing": 0.1, "reduction": reduction, "chunk_rows": 4}
@@ -80,7 +80,7 @@ def test_compiles_in_one_graph(reduction):
             found.append([loss.detach(), *torch.autograd.grad(loss * factor, leaves, retain_graph=factor == 1)])
     for eager, compiled in zip(found[:2], found[2:], strict=True):
         for a, b in zip(eager, compiled, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
     with pytest.raises(ValueError, match="target"):
         torch.compile(f, fullgraph=True)(x, weight, bias, y + 12)
 

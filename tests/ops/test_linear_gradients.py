@@ -98,7 +98,8 @@ def test_a_backward_computes_what_it_was_asked_for(case):
 
 def test_bias_gradient_does_not_depend_on_the_number_of_threads():
     for case in CASES:
-        x, w, b, dy = case.inputs(700, 5, 1100, torch.float32)
+        *product, dy = case.inputs(700, 5, 1100, torch.float32)
+        x, w, b = ((4 * t).round() / 4 for t in product)  # exact in any order: a library's may depend on the threads
         before, found = torch.get_num_threads(), []
         try:
             for threads in (1, 2, 3):

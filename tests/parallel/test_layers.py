@@ -239,7 +239,7 @@ def test_what_is_no_group_is_refused(group):
 def test_wrong_plans_are_refused():
     with pytest.raises(ValueError, match="plan is a dict, wanted a Plan"):
         parallelize(Sandwich(), Mesh(), {"up": Column()})
-    with pytest.raises(ValueError, match=r"pos: Row\(\) does not fit a Embedding"):
+    with pytest.raises(ValueError, match=r"plan row 'pos': Row\(\) on pos: an Embedding is no nn.Linear"):
         parallelize(Sandwich(), Mesh(), Plan({"pos": Row()}, vocab_size=1))
     model = parallelize(Sandwich(), Mesh(), SANDWICH)
     with pytest.raises(ValueError, match="up is parallel already"):
