@@ -3,6 +3,7 @@
 #   make build        the extension megacore._C, in the checkout (the default)
 #   make train        a GPT on real text, NPROC=8 processes
 #   make test         every test
+#   make fuzz         10,500 damaged inputs: refused in one line, or read rightly; ARGS="--seed 7 --only index"
 #   make bits         the tests that compare bits, with the libraries held to other CPUs' instructions
 #   make lint         ruff and clang-format: does it hold?       make format   make it hold
 #   make kernels      every kernel compiled for sm_80, sm_90 and arm64; fails on spills
@@ -45,10 +46,10 @@ PYTHONS := megacore triton_kernels bench tests tools setup.py
 CXX := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h' 2>/dev/null)
 
 # One thread a process: `make train` starts 8 of them, and tests as many.
-train test bits: export OMP_NUM_THREADS = 1
+train test fuzz bits: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := build
-.PHONY: build train test bits lint format kernels cuda-build bench bench-docs clean
+.PHONY: build train test fuzz bits lint format kernels cuda-build bench bench-docs clean
 
 build: $(BUILT)
 
@@ -78,6 +79,9 @@ $(DATA)/.prepared: | $(BUILT)
 
 test: $(BUILT)
 	$(PY) -m pytest -q $(ARGS)
+
+fuzz: $(BUILT)
+	$(PY) -m tests.fuzz $(ARGS)
 
 bits: $(BUILT)
 	$(PY) tools/bits.py $(ARGS)

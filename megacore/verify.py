@@ -20,8 +20,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megacore.comm.mesh import Layout
 from megacore.comm.mesh import layouts as all_layouts
@@ -31,6 +31,7 @@ from megacore.judge import judge, judge_steps
 from megacore.pipeline import SCHEDULES
 from megacore.serial import Reference, run_serial
 from megacore.subject import TOYS, Subject, Trial
+from megacore.train.plain import screen
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 
@@ -185,7 +186,7 @@ class Settings:
 
 def run(settings: Settings) -> int:
     """The command: a row a layout as it is known, the table, the exit code."""
-    console = Console()
+    console = screen()
     model = settings.model
     if settings.dropout is not None:
         if model not in TOYS:
@@ -229,8 +230,7 @@ def table(title: str, report: Report) -> Table:
     colour = {"passed": "green", "failed": "red", "refused": "yellow"}
     for row in report.rows:
         errors = ["" if e is None else f"{e:.1e}" for e in (row.loss, row.grad, row.norm, row.weight)]
-        verdict = f"[{colour[row.verdict]}]{row.verdict}[/]"
-        made.add_row(row.name, row.schedule, *errors, verdict)
+        made.add_row(row.name, row.schedule, *errors, Text(row.verdict, style=colour[row.verdict]))
     return made
 
 

@@ -8,78 +8,72 @@ from collections.abc import Collection
 from megacore.models.gpt import GELU
 from megacore.parallel.record import divisors
 from megacore.pipeline import SCHEDULES
-from megacore.train.config import Settings
+from megacore.train.config import Settings, describe, ranges
+from megacore.train.plain import plain
 from megacore.train.precision import PRECISIONS
+from megacore.train.ranges import check_value
 
 MODELS = ("gpt",)
 DEVICES = ("auto", "cpu", "cuda")
 
 
 def check(settings: Settings, world: int) -> None:
-    """Raise ValueError for the first rule that the settings break. Pure: reads no file and talks to nobody."""
+    """Raise ValueError for the first rule that the settings break in a world of so many processes. Pure: reads no file
+    and talks to nobody."""
     _check_ranges(settings)
     _check_layout(settings, world)
+    settings = settings.filled(world)
+    _check_rates(settings)
     _check_model(settings)
     _check_batch(settings)
 
 
 def _check_ranges(settings: Settings) -> None:
-    m, d, o, r = settings.model, settings.data, settings.optim, settings.run
+    """Every number is within the range that its field declares (config.py), every choice among those there are."""
+    m, r = settings.model, settings.run
+    values = describe(settings)
+    for name, allowed in ranges().items():
+        section, _, leaf = name.partition(".")
+        check_value(name, values[section][leaf], allowed)
     _among("model.kind", m.kind, MODELS)
     _among("model.activation", m.activation, GELU)
     _among("parallel.schedule", settings.parallel.schedule, SCHEDULES)
     _among("run.precision", r.precision, PRECISIONS)
     _among("run.device", r.device, DEVICES)
-    _at_least(
-        1,
-        {"model.layers": m.layers, "model.hidden": m.hidden, "model.heads": m.heads, "model.seq_length": m.seq_length},
-    )
-    _at_least(1, {"data.global_batch": d.global_batch, "data.micro_batch": d.micro_batch})
-    _at_least(1, {"run.steps": r.steps, "run.log_every": r.log_every, "run.keep": r.keep})
-    _at_least(0, {"run.eval_every": r.eval_every, "run.eval_steps": r.eval_steps, "run.save_every": r.save_every})
-    _at_least(0, {"run.max_skipped": r.max_skipped})
-    _at_least(0, {"run.stop_at": r.stop_at, "run.threads": r.threads, "run.peak_tflops": r.peak_tflops})
-    _at_least(
-        0,
-        {
-            "model.ffn": m.ffn,
-            "model.kv_heads": m.kv_heads,
-            "model.vocab_size": m.vocab_size,
-            "run.seed": r.seed,
-            "run.sample_tokens": r.sample_tokens,
-        },
-    )
-    _at_least(0, {"optim.lr": o.lr, "optim.min_lr": o.min_lr, "optim.warmup_steps": o.warmup_steps})
-    _at_least(0, {"optim.weight_decay": o.weight_decay, "optim.clip": o.clip})
-    for name, value in {
-        "optim.eps": o.eps,
-        "run.timeout_s": r.timeout_s,
-        "parallel.bucket_mb": settings.parallel.bucket_mb,
-    }.items():
-        if not value > 0:
-            raise ValueError(f"{name}={value} is not positive; give {name} > 0")
-    for name, value in {"model.dropout": m.dropout, "optim.beta1": o.beta1, "optim.beta2": o.beta2}.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"{name}={value} is outside [0, 1); give 0 <= {name} < 1")
+
+
+def _check_rates(settings: Settings) -> None:
+    o, r = settings.optim, settings.run
     if o.min_lr > o.lr:
         raise ValueError(f"optim.min_lr={o.min_lr} is above optim.lr={o.lr}; give optim.min_lr <= {o.lr}")
     if o.warmup_steps > r.steps:
         raise ValueError(
-            f"optim.warmup_steps={o.warmup_steps} is more than run.steps={r.steps}; give fewer warm-up steps"
+            f"optim.warmup_steps={o.warmup_steps} is more than run.steps={r.steps}; give fewer warm-up steps, or none "
+            f"for as many as fit"
         )
 
 
 def _check_layout(settings: Settings, world: int) -> None:
     p = settings.parallel
-    layout = p.layout()  # refuses sizes below one, unknown axes in the order, ep that does not divide dp*cp
+    layout = p.layout(world)  # refuses unknown axes in the order, ep that does not divide dp*cp
     for axis in ("cp", "ep"):
         if getattr(p, axis) != 1:
             raise ValueError(f"parallel.{axis}={getattr(p, axis)} is not supported yet; set parallel.{axis} = 1")
-    if layout.world != world:
+    if layout.world == world:
+        return
+    if p.dp:
+        rest, over = divmod(world, p.tp * p.cp * p.pp)
+        left = f", or leave parallel.dp out: it is then {rest}" if not over else ""
         raise ValueError(
             f"world={world} is not parallel tp*cp*dp*pp = {p.tp}*{p.cp}*{p.dp}*{p.pp} = {layout.world}; "
-            f"start {layout.world} processes (--nproc {layout.world}) or change the layout"
+            f"start {layout.world} processes (--nproc {layout.world}) or change the layout{left}"
         )
+    one = p.tp * p.cp * p.pp
+    more = max(1, -(-world // one)) * one
+    raise ValueError(
+        f"world={world} is not parallel tp*cp*dp*pp = {p.tp}*{p.cp}*dp*{p.pp} for any dp: tp*cp*pp = {one} does not "
+        f"divide it; start {more} processes (--nproc {more}) or change the layout"
+    )
 
 
 def _check_model(settings: Settings) -> None:
@@ -122,10 +116,4 @@ def _check_batch(settings: Settings) -> None:
 
 def _among(name: str, value: str, allowed: Collection[str]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
-
-
-def _at_least(least: int, values: dict[str, float]) -> None:
-    for name, value in values.items():
-        if not value >= least:
-            raise ValueError(f"{name}={value} is below {least}; give {name} >= {least}")
+        raise ValueError(f"{name}='{plain(value)}' is unknown; choose one of {', '.join(allowed)}")

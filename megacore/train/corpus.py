@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +10,9 @@ from megacore.train.config import Settings
 from megacore.train.data.batches import micro_batches, valid_tokens
 from megacore.train.data.dataset import Dataset, GPTDataset, check_vocabulary
 from megacore.train.data.order import Order
+from megacore.train.jsonfile import field, read
+from megacore.train.plain import plain
+from megacore.train.regular import exists
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,16 @@ def open_corpus(settings: Settings) -> Corpus:
     """FileNotFoundError or ValueError, one line, for a missing or truncated file, for data whose largest token id is
     outside the vocabulary, and for too little data."""
     folder = check_data(settings)
-    train = GPTDataset(folder / "train", settings.model.seq_length)
+    size, vocabulary = settings.model.seq_length, settings.model.vocab_size
+    train = GPTDataset(folder / "train", size, vocabulary)
     check_vocabulary(train, settings.model.vocab_size)
     valid = None
-    if (folder / "valid.idx").exists() or (folder / "valid.bin").exists():
-        valid = GPTDataset(folder / "valid", settings.model.seq_length)
+    if exists(folder / "valid.idx") or exists(folder / "valid.bin"):
+        valid = GPTDataset(folder / "valid", size, vocabulary)
         check_vocabulary(valid, settings.model.vocab_size)
         if len(valid) < settings.parallel.dp:
             raise ValueError(
-                f"data.dir={settings.data.dir!r}: valid has {len(valid)} samples, fewer than parallel.dp="
+                f"data.dir='{plain(settings.data.dir)}': valid has {len(valid)} samples, fewer than parallel.dp="
                 f"{settings.parallel.dp}; prepare with a larger --valid-fraction"
             )
     return Corpus(train, valid, settings.run.seed, settings.data.shuffle)
@@ -82,10 +85,10 @@ def check_data(settings: Settings) -> Path:
         raise ValueError(f"data.dir is empty; {remedy}")
     if not folder.is_dir():
         raise ValueError(
-            f"data.dir={settings.data.dir!r} {'is a file' if folder.exists() else 'does not exist'}; {remedy}"
+            f"data.dir='{plain(settings.data.dir)}' {'is a file' if folder.exists() else 'does not exist'}; {remedy}"
         )
-    if not (folder / "train.idx").is_file():
-        raise ValueError(f"data.dir={settings.data.dir!r}: {folder / 'train.idx'} is missing; {remedy}")
+    if not exists(folder / "train.idx"):
+        raise ValueError(f"data.dir='{plain(settings.data.dir)}': {plain(folder / 'train.idx')} is missing; {remedy}")
     return folder
 
 
@@ -95,13 +98,13 @@ def with_vocabulary(settings: Settings) -> Settings:
         return settings
     sidecar = check_data(settings) / "train.json"
     try:
-        size = int(json.loads(sidecar.read_text())["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = {FileNotFoundError: "is missing", KeyError: "has no vocab_size"}.get(
-            type(error), f"cannot be read ({error})"
-        )
+        size = field(read(sidecar), "vocab_size", int, sidecar, least=1, most=2**31 - 1)
+    except (OSError, ValueError) as error:
+        why = f"cannot be read ({error.strerror if isinstance(error, OSError) else error})"
+        if isinstance(error, FileNotFoundError):
+            why = "is missing"
         raise ValueError(
-            f"model.vocab_size=0 asks for the tokenizer's size, and {sidecar} {why}; "
+            f"model.vocab_size=0 asks for the tokenizer's size, and {plain(sidecar)} {why}; "
             "prepare the data again, or set model.vocab_size"
         ) from None
     return replace(settings, model=replace(settings.model, vocab_size=size))

@@ -27,6 +27,7 @@ from megacore.train.loop import Loop, Outcome
 from megacore.train.outlets import Screen, best_effort, write_whole
 from megacore.train.peak import gpu_peak, measure_cpu_peak
 from megacore.train.peers import Board
+from megacore.train.plain import screen
 from megacore.train.report import Closing, print_report, recalled, report_is_of, write_report
 from megacore.train.resume import check_files
 from megacore.train.same import facts
@@ -41,7 +42,7 @@ SAMPLED_PARAMETERS = 200_000_000  # up to here the closing report has a sample o
 
 def run(settings: Settings, place: Place, fresh: bool = False) -> int:
     """Train; the exit code. Every rank of the job calls this once; the world is that of torchrun's environment."""
-    settings, corpus = check_files(settings, fresh)
+    settings, corpus = check_files(settings.filled(place.world), fresh)
     device = choose_device(settings.run.device, place.local_rank)
     set_arithmetic(settings.run.threads, place.local_world, device)
     board = join(place, settings.run.timeout_s)
@@ -96,7 +97,7 @@ def connect(device: torch.device, place: Place, board: Board) -> None:
 def _train(settings: Settings, corpus: Corpus, place: Place, device: torch.device, fresh: bool) -> int:
     out, timeout = Path(settings.run.out), settings.run.timeout_s
     with StopRequest() as stop, RunLock(out) as lock:
-        console = Console(file=Screen(sys.stdout))
+        console = screen(file=Screen(sys.stdout))
         mesh = Mesh.build(
             settings.parallel.layout(), timedelta(seconds=timeout), files=timedelta(seconds=max(timeout, FILES_S))
         )

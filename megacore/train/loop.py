@@ -72,7 +72,7 @@ class Loop:
     """`checkpoint` folder: RUN/checkpoints. Collective: every rank calls the same methods in the same order."""
 
     def __init__(self, settings: Settings, trainer: Step, corpus: Corpus, device: torch.device, console: Console):
-        self.settings, self.trainer, self.corpus = settings, trainer, corpus
+        self.settings, self.trainer, self.corpus = settings.filled(trainer.mesh.world.size), trainer, corpus
         self.device, self.console, self.mesh = device, console, trainer.mesh
         self.out = Path(settings.run.out)
         self.timers = Timers()

@@ -150,4 +150,4 @@ class ProgressLine:
 
     def note(self, line: str) -> None:
         """A line that stays."""
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -68,7 +68,7 @@ def print_report(console: Console, closing: Closing) -> None:
     table.add_row(
         "MFU", f"{mfu} = tokens/s * {closing.flops_per_token:.4g} FLOP/token / {closing.peak_flops / 1e9:,.1f} GFLOP/s"
     )
-    table.add_row("peak", closing.peak_source)
+    table.add_row("peak", Text(closing.peak_source))
     if total := sum(closing.split.values()):
         parts = [
             f"{n.replace('_', '-')} {100 * s / total:.1f} %" for n, s in closing.split.items() if s >= 0.0005 * total

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from megacore.parallel.batch import IGNORE
+from megacore.train.plain import plain
 
 from .indexed import IndexedDataset
 
@@ -37,11 +38,14 @@ class Dataset(Protocol):
 
 
 class GPTDataset:
-    """Next-token samples cut from the contiguous token stream of an indexed dataset; no memory but the file's map."""
+    """Next-token samples cut from the contiguous token stream of an indexed dataset; no memory but the file's map.
 
-    def __init__(self, data: IndexedDataset | str | Path, seq_length: int) -> None:
+    Each sample is looked at when it is read: a token id that is negative, or not below `vocab_size` (0: none is known),
+    is a ValueError that names the place. A sidecar may be wrong about the ids, and a file may be damaged later."""
+
+    def __init__(self, data: IndexedDataset | str | Path, seq_length: int, vocab_size: int = 0) -> None:
         self.data = data if isinstance(data, IndexedDataset) else IndexedDataset(data)
-        self.seq_length = seq_length
+        self.seq_length, self.vocab_size = seq_length, vocab_size
         if seq_length < 1:
             raise ValueError(f"seq_length={seq_length}: a sample needs at least one target; give seq_length >= 1")
         if not self.data.end_to_end:
@@ -65,7 +69,16 @@ class GPTDataset:
                 f"sample {index} of {self.data.prefix}, which has {len(self)} of seq_length={self.seq_length}"
             )
         start = int(index) * self.seq_length  # a Python int: never wraps
-        return self.data.tokens[start : start + self.seq_length + 1].astype(np.int64)
+        tokens = self.data.tokens[start : start + self.seq_length + 1].astype(np.int64)
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or (self.vocab_size and high >= self.vocab_size):
+            wrong = low if low < 0 else high
+            at = start + int((tokens == wrong).argmax())
+            raise ValueError(
+                f"{plain(self.data.bin)}: token {at} has id {wrong}, and the vocabulary has ids from 0 "
+                f"{f'to {self.vocab_size - 1}' if self.vocab_size else 'on'}; prepare the data again"
+            )
+        return tokens
 
     def pair(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, targets), int64 [S] each: views of one sample."""

@@ -9,7 +9,6 @@ vocabulary, tokenizer); files of Megatron have none and are read all the same. A
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator
 from functools import cached_property
@@ -17,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from megacore.train.jsonfile import field, read
+from megacore.train.plain import plain
+from megacore.train.regular import exists, open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -30,6 +33,8 @@ DTYPES = {
     8: np.dtype("<u2"),
 }
 FLOAT_CODES = (6, 7)  # float64 and float32 exist in the format, but no token is a float
+LIMITS = {"largest_token_id": -1, "vocab_size": 1, "eod_id": 0}  # of a sidecar: least value; none passes int32
+TEXTS = ("tokenizer", "tokenizer_hash", "source_hash", "split")
 CHUNK = 1 << 22  # elements looked at in one go by whole-file scans: tens of MB, whatever the size of the file
 
 
@@ -64,11 +69,13 @@ class IndexedDataset:
         self.prefix = part(prefix, "")
         self.idx, self.bin = part(prefix, ".idx"), part(prefix, ".bin")
         for path in (self.idx, self.bin):
-            if not path.is_file():
+            if not exists(path):
                 raise FileNotFoundError(
-                    f"data file {path} is missing; an indexed dataset is the pair {self.prefix}.bin and .idx: "
-                    f"make it with `megacore prepare TEXT --out {self.prefix.parent}`, or correct the prefix"
+                    f"data file {plain(path)} is missing; an indexed dataset is the pair {plain(self.prefix)}.bin "
+                    f"and .idx: make it with `megacore prepare TEXT --out {plain(self.prefix.parent)}`, or correct the "
+                    "prefix"
                 )
+            open_regular(path).close()  # a FIFO or a device would hold up whoever reads it
         self.dtype, counts = _read_header(self.idx)
         self.lengths, self.pointers, self.documents = _read_index(self.idx, *counts)
         size = self.bin.stat().st_size
@@ -79,30 +86,42 @@ class IndexedDataset:
 
     def _check(self, size: int) -> tuple[int, bool]:
         """(number of tokens, do the sequences fill .bin end to end), refusing pointers outside the file."""
-        expected, end_to_end, item = 0, True, self.dtype.itemsize
+        expected, end_to_end, item, before = 0, True, self.dtype.itemsize, 0
         for start in range(0, len(self.lengths), CHUNK):
-            length = self.lengths[start : start + CHUNK].astype(np.int64)
+            size_of = self.lengths[start : start + CHUNK].astype(np.int64) * item
             pointer = self.pointers[start : start + CHUNK]
-            ends = np.cumsum(length * item) + expected
-            wrong = (length < 0) | (pointer < 0) | (pointer % item != 0) | (pointer + length * item > size)
+            # No sum with a pointer in it: one near 2^63 would wrap and look small
+            wrong = (size_of < 0) | (pointer < 0) | (pointer % item != 0) | (pointer > size - size_of)
             if wrong.any():
                 i = int(np.flatnonzero(wrong)[0])
                 raise ValueError(
-                    f"{self.bin}: sequence {start + i} is at byte {int(pointer[i])} with {int(length[i])} tokens of "
-                    f"{item} bytes, outside the {size} bytes of the file: truncated, or written with another "
-                    f"{self.idx.name}; prepare or copy both again"
+                    f"{plain(self.bin)}: sequence {start + i} is at byte {int(pointer[i])} with "
+                    f"{int(size_of[i]) // item} tokens of {item} bytes, outside the {size} bytes of the file: "
+                    f"truncated, or written with another {plain(self.idx.name)}; prepare or copy both again"
                 )
-            end_to_end &= bool((pointer == ends - length * item).all())
-            expected = int(ends[-1])
-        ordered = len(self.documents) == 0 or (
-            self.documents[0] == 0 and self.documents[-1] <= len(self.lengths) and (np.diff(self.documents) >= 0).all()
-        )
-        if not ordered:
-            raise ValueError(
-                f"{self.idx}: document indices do not rise from 0 to the {len(self.lengths)} sequences (an overflow of "
-                "the tool that wrote it?); prepare the data again"
-            )
+            back = np.diff(pointer, prepend=before) < 0
+            if back.any():
+                i = int(np.flatnonzero(back)[0])
+                raise ValueError(
+                    f"{plain(self.idx)}: sequence {start + i} begins at byte {int(pointer[i])}, before the one ahead "
+                    "of it (an overflow of the tool that wrote it?); prepare the data again"
+                )
+            ends = np.cumsum(size_of) + min(expected, size)  # past the file they are end to end with nothing
+            end_to_end &= expected <= size and bool((pointer == ends - size_of).all())
+            expected, before = expected + int(size_of.sum()), int(pointer[-1])
+        self._check_documents()
         return expected // item, end_to_end and expected == size
+
+    def _check_documents(self) -> None:
+        """Every sequence belongs to one document: the table rises from 0 to N."""
+        table, count = self.documents, len(self.lengths)
+        if len(table) and table[0] == 0 and table[-1] == count and (table[1:] >= table[:-1]).all():
+            return
+        ends = f"from {int(table[0])} to {int(table[-1])}" if len(table) else "nowhere, it is empty"
+        raise ValueError(
+            f"{plain(self.idx)}: document indices must rise from 0 to the {count} sequences, and go {ends} (a document "
+            "that was never ended, or an overflow of the tool that wrote it?); prepare the data again"
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -129,28 +148,41 @@ class IndexedDataset:
     def meta(self) -> dict[str, Any]:
         """The sidecar PREFIX.json, {} where there is none; ValueError where it describes other files."""
         path = part(self.prefix, ".json")
-        if not path.is_file():
+        if not exists(path):
             return {}
         try:
-            meta = json.loads(path.read_text("utf-8"))
-            stated = meta["tokens"], meta["documents"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a sidecar of megacore ({error!r}); delete it or prepare again") from None
+            meta = read(path)
+            stated = tuple(field(meta, name, int, path, least=0) for name in ("tokens", "documents"))
+            for name, least in LIMITS.items():
+                if meta.get(name) is not None:
+                    field(meta, name, int, path, least=least, most=2**31 - 1)
+            for name in TEXTS:
+                if name in meta:
+                    field(meta, name, str, path)
+        except (ValueError, OSError) as error:
+            why = f"{plain(path)}: {error.strerror}" if isinstance(error, OSError) else error
+            raise ValueError(f"{why}: not a sidecar of megacore; delete it or prepare again") from None
         if stated != (self.num_tokens, self.num_documents):
             raise ValueError(
-                f"{path} describes {stated[0]} tokens in {stated[1]} documents but {self.idx.name} has "
+                f"{plain(path)} describes {stated[0]} tokens in {stated[1]} documents but {plain(self.idx.name)} has "
                 f"{self.num_tokens} in {self.num_documents}: it belongs to other files; delete it or prepare again"
             )
         return meta
 
     @cached_property
     def largest_token_id(self) -> int:
-        """From the sidecar; else by one scan of the whole .bin, at the disk's speed. -1 where there are no tokens."""
+        """From the sidecar; else by one scan of the whole .bin, at the disk's speed, which finds negative ids as well
+        (ValueError). -1 where there are no tokens."""
         recorded = self.meta.get("largest_token_id")
         if recorded is not None:
-            return int(recorded)
-        chunks = (self.tokens[start : start + CHUNK] for start in range(0, len(self.tokens), CHUNK))
-        return max((int(chunk.max()) for chunk in chunks), default=-1)
+            return recorded
+        largest = -1
+        for start in range(0, len(self.tokens), CHUNK):
+            chunk = self.tokens[start : start + CHUNK]
+            largest = max(largest, int(chunk.max()))
+            if (lowest := int(chunk.min())) < 0:
+                raise ValueError(f"{plain(self.bin)} holds token id {lowest}; ids count from 0: prepare the data again")
+        return largest
 
     def chunks(self) -> Iterator[np.ndarray]:
         """The sequences in order, as views: for writers that copy."""
@@ -158,24 +190,25 @@ class IndexedDataset:
 
 
 def _read_header(idx: Path) -> tuple[np.dtype, tuple[int, int]]:
-    with idx.open("rb") as stream:
+    with open_regular(idx) as stream:
         raw = stream.read(HEADER.size)
     if raw[: len(MAGIC)] != MAGIC:
         raise ValueError(
-            f"{idx} begins with {raw[:9]!r}, not with {MAGIC!r} of a Megatron index; give the prefix of files made by "
-            "`megacore prepare` or Megatron's preprocess_data.py"
+            f"{plain(idx)} begins with {raw[:9]!r}, not with {MAGIC!r} of a Megatron index; give the prefix of files "
+            "made by `megacore prepare` or Megatron's preprocess_data.py"
         )
     if len(raw) < HEADER.size:
         raise ValueError(
-            f"{idx} is truncated: {len(raw)} bytes, the header alone has {HEADER.size}; prepare or copy it again"
+            f"{plain(idx)} is truncated: {len(raw)} bytes, the header alone has {HEADER.size}; prepare or copy it again"
         )
     _, version, code, sequences, documents = HEADER.unpack(raw)
     if version != VERSION:
-        raise ValueError(f"{idx}: index version {version}, this reader knows version {VERSION}; prepare the data again")
+        raise ValueError(f"{plain(idx)}: index version {version}, this reader knows {VERSION}; prepare the data again")
     if code not in DTYPES:
         kind = "floats, which are no tokens" if code in FLOAT_CODES else "no dtype of the format"
         raise ValueError(
-            f"{idx}: dtype code {code} stands for {kind}; expected one of {sorted(DTYPES)}: prepare the data again"
+            f"{plain(idx)}: dtype code {code} stands for {kind}; one of {sorted(DTYPES)} is expected: "
+            "prepare the data again"
         )
     return DTYPES[code], (sequences, documents)
 
@@ -184,7 +217,12 @@ def _read_index(idx: Path, sequences: int, documents: int) -> tuple[np.ndarray, 
     needed, size = HEADER.size + 12 * sequences + 8 * documents, idx.stat().st_size
     if size < needed:
         raise ValueError(
-            f"{idx} is truncated: {size} bytes, {sequences} sequences and {documents} document indices need {needed}; "
+            f"{plain(idx)} is truncated: {size} bytes, {sequences} sequences and {documents} document indices need "
+            f"{needed}; prepare or copy it again"
+        )
+    if size > needed:  # counts that are too small would read lengths as pointers
+        raise ValueError(
+            f"{plain(idx)} has {size} bytes, {sequences} sequences and {documents} document indices only {needed}; "
             "prepare or copy it again"
         )
     raw = np.memmap(idx, np.uint8, "r").view(np.ndarray)

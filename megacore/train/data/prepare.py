@@ -13,8 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from stat import S_ISREG
 
 from tokenizers import Tokenizer
+
+from megacore.train.plain import plain
+from megacore.train.ranges import Range, check_value
 
 from . import tokenizer as bpe
 from .indexed import part, token_dtype
@@ -24,6 +28,7 @@ from .writer import IndexedWriter
 
 SAMPLE = 16 << 20  # characters the BPE is trained on: 4 s of one core, and more changes few merges
 SLICE = 1 << 16  # the sample is drawn in slices, so that one huge file is sampled as evenly as many small ones
+SEEDS = Range(-(2**63), 2**63 - 1)  # what the sidecar can hold as a number
 Progress = Callable[[str, int, int], None]  # (phase, done, total); phases: read (bytes), tokenizer, encode (characters)
 
 
@@ -100,18 +105,17 @@ def prepare(
     """
     if not 0 <= valid_fraction < 1:
         raise ValueError(f"valid_fraction={valid_fraction} is not in [0, 1); 0 holds nothing out")
-    if tokenizer is None and vocab_size < bpe.SMALLEST:
-        raise ValueError(
-            f"vocab_size={vocab_size} cannot hold the 256 bytes and {bpe.END_OF_TEXT}; give >= {bpe.SMALLEST}"
-        )
+    if tokenizer is None:
+        bpe.check_size(vocab_size)
+    check_value("seed", seed, SEEDS)
     _check_out(Path(out))
-    given = None if tokenizer is None else (bpe.load(tokenizer), Path(tokenizer).read_text(encoding="utf-8"))
+    given = None if tokenizer is None else bpe.load_spelled(tokenizer)
     show, out, skips = progress or (lambda *_: None), Path(out), Skips()
     files = find_files([Path(i) for i in inputs], suffixes, exclude, skips)
     found = _survey(files, jsonl_key, skips, seed, show)
     if not found.documents:
         raise ValueError(
-            f"no text in {', '.join(map(str, inputs)) or 'no inputs'}: {skips}; "
+            f"no text in {', '.join(map(plain, inputs)) or 'no inputs'}: {skips}; "
             f"expected files, directories with {' '.join(suffixes)}, or JSON lines with a text under {jsonl_key!r}"
         )
     split = found.split(seed, valid_fraction)
@@ -138,15 +142,15 @@ def prepare(
 
 def _check_out(out: Path) -> None:
     """Before the minutes that reading and training a tokenizer may take."""
-    there = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    there = next(p for p in (out.absolute(), *out.absolute().parents) if os.path.lexists(p))
     if not there.is_dir():
-        raise ValueError(f"out={str(out)!r}: {there} is a file; give a folder to write to")
+        raise ValueError(f"out='{plain(out)}': {plain(there)} is a file; give a folder to write to")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"out={str(out)!r}: {there} is not writable; give a folder to write to")
+        raise ValueError(f"out='{plain(out)}': {plain(there)} is not writable; give a folder to write to")
 
 
 def _survey(files: Sequence[Path], key: str, skips: Skips, seed: int, show: Progress) -> Survey:
-    sizes = [f.stat().st_size if f.exists() else 0 for f in files]  # a broken link is skipped below, with its reason
+    sizes = [_size(f) for f in files]
     read, total = accumulate(sizes), sum(sizes)
     sources, count, characters, low, high = hashlib.blake2b(digest_size=16), 0, 0, 2**64, -1
     gave = 0
@@ -160,6 +164,15 @@ def _survey(files: Sequence[Path], key: str, skips: Skips, seed: int, show: Prog
         gave += count > before
         show("read", next(read), total)
     return Survey(gave, count, characters, low, high, sources.hexdigest())
+
+
+def _size(file: Path) -> int:
+    """0 for what cannot be looked at, or is no file: it is skipped with its reason when it is to be read."""
+    try:
+        seen = os.stat(file)
+    except OSError:
+        return 0
+    return seen.st_size if S_ISREG(seen.st_mode) else 0
 
 
 def _train(texts: Iterator[tuple[str, str]], characters: int, vocab_size: int, show: Progress) -> tuple[Tokenizer, str]:
@@ -177,6 +190,7 @@ def _train(texts: Iterator[tuple[str, str]], characters: int, vocab_size: int, s
             show("tokenizer", min(taken, int(ratio * characters)), int(ratio * characters))
 
     trained = bpe.train(sample(), vocab_size)
+    show("tokenizer", int(ratio * characters), int(ratio * characters))  # held-out text is not in the sample
     return trained, trained.to_str(pretty=True)
 
 

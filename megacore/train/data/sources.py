@@ -12,10 +12,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megacore.train.plain import plain
+from megacore.train.regular import exists, open_regular, read_bytes
+
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 SUFFIXES = (".py", ".txt", ".md", ".rst", ".jsonl")
 EXCLUDE = ("__pycache__", "node_modules", "site-packages", "dist-packages")  # names of directories not entered
 EXAMPLES = 3
+KEYS = 8  # of a JSON line, named where it has no text
+LONGEST_LINE = 256 << 20  # bytes of a JSON line: a longer one is no document but a file without line ends
 
 
 class Skips:
@@ -29,7 +34,7 @@ class Skips:
         self.counts[reason] += 1
         named = self.examples.setdefault(reason, [])
         if len(named) < EXAMPLES:
-            named.append(str(name))
+            named.append(plain(name))
 
     def __str__(self) -> str:
         return "; ".join(f"{n} {reason} ({', '.join(self.examples[reason])})" for reason, n in self.counts.items())
@@ -41,14 +46,14 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str], exclude: Iterabl
     shut = set(exclude)
     found: dict[str, Path] = {}
     for given in map(Path, inputs):
-        if given.is_dir():
+        if _is_dir(given):
             files = [
                 f for f in _walk(given, shut, skips) if f.suffix.lower() in wanted or skips.add("of another suffix", f)
             ]
-        elif given.exists():
+        elif exists(given):  # a dangling link too: it is skipped with its reason, like any file that cannot be read
             files = [given]
         else:
-            raise FileNotFoundError(f"input {given} does not exist; give text files, .jsonl files or directories")
+            raise FileNotFoundError(f"input {plain(given)} does not exist; give text files, .jsonl files or folders")
         for file in files:
             if found.setdefault(os.path.realpath(file), file) is not file:
                 skips.add("given twice", file)
@@ -57,18 +62,34 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str], exclude: Iterabl
 
 def _walk(root: Path, shut: set[str], skips: Skips) -> list[Path]:
     files = []
+    _listed(root, skips)
     for directory, names, leaves in os.walk(root):
         here = Path(directory)
         for name in list(names):
             if name in shut or name.startswith("."):
                 skips.add("excluded directories", here / name)
-            elif (here / name).is_symlink():
+            elif os.path.islink(here / name):
                 skips.add("links to directories", here / name)
-            else:
+            elif _listed(here / name, skips):
                 continue
             names.remove(name)
         files += [here / leaf for leaf in leaves]
     return sorted(files, key=lambda f: f.relative_to(root).as_posix())
+
+
+def _listed(directory: Path, skips: Skips) -> bool:
+    """May it be listed? os.walk passes over one that may not, without a word."""
+    try:
+        os.scandir(directory).close()
+    except OSError as error:
+        skips.add(f"folders that cannot be listed: {error.strerror}", directory)
+        return False
+    return True
+
+
+def _is_dir(path: Path) -> bool:
+    """False where the folder above may not be searched; Path.is_dir raises there."""
+    return os.path.isdir(path)
 
 
 def documents(file: Path, jsonl_key: str, skips: Skips) -> Iterator[str]:
@@ -77,9 +98,11 @@ def documents(file: Path, jsonl_key: str, skips: Skips) -> Iterator[str]:
         yield from _json_lines(file, jsonl_key, skips)
         return
     try:
-        text = file.read_bytes().decode("utf-8-sig")
+        text = read_bytes(file).decode("utf-8-sig")
     except OSError as error:
         skips.add(f"unreadable: {error.strerror}", file)
+    except MemoryError:
+        skips.add("larger than the memory", file)
     except UnicodeDecodeError:
         skips.add("not UTF-8 text", file)
     else:
@@ -93,9 +116,15 @@ def documents(file: Path, jsonl_key: str, skips: Skips) -> Iterator[str]:
 
 def _json_lines(file: Path, key: str, skips: Skips) -> Iterator[str]:
     try:
-        with file.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
+        with open_regular(file) as stream:
+            number = 0
+            while line := stream.readline(LONGEST_LINE):
+                number += 1
+                if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                    skips.add(f"lines of more than {LONGEST_LINE:,} bytes", f"{file}:{number}")
+                    while (rest := stream.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+                        pass
+                elif line.strip():
                     yield from _json_line(line, f"{file}:{number}", key, skips)
     except OSError as error:
         skips.add(f"unreadable: {error.strerror}", file)
@@ -103,13 +132,23 @@ def _json_lines(file: Path, key: str, skips: Skips) -> Iterator[str]:
 
 def _json_line(line: bytes, name: str, key: str, skips: Skips) -> Iterator[str]:
     try:
-        record = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+        # Numbers are not what is read: none is made, so that none can be too long. Not json's own guess of the encoding
+        record = json.loads(line.decode("utf-8-sig"), parse_int=_number, parse_float=_number)
+    except UnicodeDecodeError:
+        skips.add("lines that are not UTF-8 text", name)
+        return
+    except RecursionError:
+        skips.add("lines that are nested too deeply", name)
+        return
     except ValueError:
         skips.add("lines that are not JSON", name)
         return
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        keys = f" has {', '.join(record)}" if isinstance(record, dict) else ""
+        keys = ""
+        if isinstance(record, dict):
+            shown = [k if len(k) <= 40 else k[:37] + "..." for k in list(record)[:KEYS]]
+            keys = f" has {', '.join(shown)}{', ...' * (len(record) > KEYS)}" if record else " is empty"
         skips.add(f"lines without a text under key {key!r}", name + keys)
     elif not text.strip():
         skips.add("empty", name)
@@ -117,6 +156,10 @@ def _json_line(line: bytes, name: str, key: str, skips: Skips) -> Iterator[str]:
         skips.add("lines with half a surrogate pair", name)
     else:
         yield text
+
+
+def _number(_: str) -> int:
+    return 0
 
 
 def _encodable(text: str) -> bool:
