@@ -92,7 +92,7 @@ def load_spelled(path: str | Path) -> tuple[Tokenizer, str]:
 
 
 def _check_spelled_ids(whole: dict) -> None:
-    """Before the library sees them: it makes a list of every id up to the largest, and ends the process without memory."""
+    """Before the library sees them: it lists every id up to the largest, and ends the process without memory."""
     vocabulary = (whole.get("model") or {}).get("vocab")
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
     ids += [token.get("id") for token in whole.get("added_tokens") or () if isinstance(token, dict)]
