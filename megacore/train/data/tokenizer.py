@@ -18,6 +18,7 @@ END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"
 BATCH = 1 << 20  # characters encoded at once: the encoder's memory is about 100 bytes a token
 SMALLEST = 257  # the 256 bytes and <|endoftext|>
 LARGEST = 1 << 20  # tokens of a tokenizer that is trained: the largest in use have a quarter of it
+LARGEST_ID = 1 << 24
 FILE_BYTES = 1 << 30  # of a tokenizer.json: those of 256,000 tokens have 30 MB
 
 
@@ -65,8 +66,9 @@ def load_spelled(path: str | Path) -> tuple[Tokenizer, str]:
     named = f"tokenizer {plain(path)}"
     try:
         spelled = read_bytes(path, FILE_BYTES).decode("utf-8-sig")
-        tokenizer = Tokenizer.from_str(spelled)
         whole = json.loads(spelled)
+        _check_spelled_ids(whole)
+        tokenizer = Tokenizer.from_str(spelled)
     except OSError as error:
         raise ValueError(f"{named} cannot be read ({error.strerror})") from None
     except BaseException as error:  # the library raises bare Exception, and PanicException where Rust gave up
@@ -87,6 +89,16 @@ def load_spelled(path: str | Path) -> tuple[Tokenizer, str]:
             raise ValueError(f"{named} has {left}, which would act on the corpus; take it out of the file")
     _check_ids(tokenizer, named)
     return tokenizer, spelled
+
+
+def _check_spelled_ids(whole: dict) -> None:
+    """Before the library sees them: it lists every id up to the largest, and ends the process without memory."""
+    vocabulary = (whole.get("model") or {}).get("vocab")
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    ids += [token.get("id") for token in whole.get("added_tokens") or () if isinstance(token, dict)]
+    for value in ids:
+        if isinstance(value, int | float) and not 0 <= value < LARGEST_ID:
+            raise ValueError(f"token id {value} is outside 0 to {LARGEST_ID - 1}")
 
 
 def _for_inference(whole: dict) -> str:
