@@ -211,10 +211,11 @@ class _Replicas:
         rows = _gathered(torch.tensor([self._digest(n, params[n]) for n in alike]), self.mesh.tp)
         differing = (rows != rows[0]).any(0).nonzero().flatten().tolist()
         if differing:
-            raise RuntimeError(
+            raise ValueError(
                 f"{alike[differing[0]]} ({len(differing)} of {len(alike)} replicated parameters) differs between tp "
-                f"ranks {self.mesh.tp.ranks}: something changed it rank by rank, such as torch's clip_grad_norm_; use "
-                "megacore.clip_grad_norm_(model, mesh, max_norm), and the same seed and data on every rank of tp"
+                f"ranks {self.mesh.tp.ranks}: something changed it rank by rank. Clip with megacore.clip_grad_norm_("
+                "model, mesh, max_norm) instead of torch's; give every rank of tp the same seed and data; and where its "
+                "gradient is that of a rank's own columns, give its module a Partial() row"
             )
 
     def _digest(self, name: str, param: Tensor) -> int:
