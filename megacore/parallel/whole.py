@@ -214,8 +214,8 @@ class _Replicas:
             raise ValueError(
                 f"{alike[differing[0]]} ({len(differing)} of {len(alike)} replicated parameters) differs between tp "
                 f"ranks {self.mesh.tp.ranks}: something changed it rank by rank. Clip with "
-                "megacore.clip_grad_norm_(model, mesh, max_norm) instead of torch's; give every rank of tp the same seed and data; and where its "
-                "gradient is that of a rank's own columns, give its module a Partial() row"
+                "megacore.clip_grad_norm_(model, mesh, max_norm) instead of torch's; give every rank of tp the same "
+                "seed and data; and where its gradient is that of a rank's own columns, give its module a Partial() row"
             )
 
     def _digest(self, name: str, param: Tensor) -> int:
