@@ -200,8 +200,8 @@ def _check_save(step: int, head: dict[str, Any], keep: int | None) -> None:
     if keep is not None and keep < 1:
         raise ValueError(f"keep={keep} would delete the checkpoint just saved; give keep >= 1, or None to keep all")
     try:
-        json.dumps(head)
-    except TypeError as error:
+        json.dumps(head, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"extra is not JSON: {error}; give numbers, strings, lists and dicts") from None
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore.train import regular
 from megacore.train.agreement import CheckpointError, reason
 from megacore.train.coverage import first_fault
 
@@ -28,7 +29,7 @@ METADATA = "metadata.json"
 
 
 # What says of a path that nothing readable is there; every other error of the system says that it cannot be known.
-ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL}
 
 
 class Unreadable(CheckpointError):
@@ -89,7 +90,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     Unreadable that it cannot be known."""
     file = path / METADATA
     try:
-        body = json.loads(file.read_text(encoding="utf-8"))
+        body = json.loads(regular.read_bytes(file))
     except FileNotFoundError:
         raise CheckpointError(f"unfinished: {file} does not exist") from None
     except OSError as error:

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from megacore.train import regular
 from megacore.train.agreement import CheckpointError, reason
 from megacore.train.coverage import key_of
 from megacore.train.manifest import (
@@ -70,7 +71,7 @@ def _open(file: Path) -> Iterator[Any]:
     """A safetensors file; whatever goes wrong with it is an error that names it. It is read once before it is mapped:
     an I/O error is an OSError then, where in a mapping it would be a signal."""
     try:
-        with file.open("rb", buffering=0) as whole:
+        with regular.open_regular(file) as whole:
             buffer = bytearray(1 << 20)
             while whole.readinto(buffer):
                 pass

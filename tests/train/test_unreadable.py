@@ -6,13 +6,12 @@ import os
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megacore.comm.mesh import Mesh
-from megacore.train import checkpoint, storage
+from megacore.train import checkpoint, regular, storage
 from megacore.train.agreement import CheckpointError
 from megacore.train.logical import LogicalTensor
 from megacore.train.manifest import Unreadable
@@ -34,14 +33,14 @@ def entries(folder):
 def test_it_is_said_and_no_older_one_is_taken(tmp_path, monkeypatch, what, code):
     save(tmp_path, 1)
     save(tmp_path, 2)
-    plain_open = Path.open
+    plain_open = regular.open_regular
 
-    def broken(self, *args, **kwargs):
-        if self.name == what and self.parent.name == "step-00000002":
-            raise OSError(code, os.strerror(code), str(self))
-        return plain_open(self, *args, **kwargs)
+    def broken(path):
+        if path.name == what and path.parent.name == "step-00000002":
+            raise OSError(code, os.strerror(code), str(path))
+        return plain_open(path)
 
-    monkeypatch.setattr(Path, "open", broken)
+    monkeypatch.setattr(regular, "open_regular", broken)
     with pytest.raises(Unreadable) as error:
         checkpoint.find(tmp_path)
     assert what in str(error.value) and os.strerror(code) in str(error.value) and "\n" not in str(error.value)
@@ -77,6 +76,25 @@ def test_every_rank_stops_where_one_may_not_read(pool, tmp_path):  # noqa: F811
     save(tmp_path, 2)
     said = pool.run(_find_where_one_may_not, tmp_path, 1, world=2)
     assert said[0] == said[1] and "rank 1" in said[0] and "Permission denied" in said[0]
+
+
+@pytest.mark.parametrize("what", ["metadata.json", "rank-00000-0.safetensors"])
+def test_a_fifo_in_place_of_a_file_is_passed_over_and_waited_for_by_nobody(tmp_path, what):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2) / what
+    path.unlink()
+    os.mkfifo(path)
+    found = checkpoint.find(tmp_path)
+    assert found.step == 1 and what in found.skipped[0]
+
+
+def test_numbers_that_json_does_not_have_are_not_saved(tmp_path):
+    """MB-56, of manifests."""
+    with pytest.raises(CheckpointError, match="extra is not JSON"):
+        checkpoint.save(
+            tmp_path, 1, {"model/w": LogicalTensor.whole("model/w", torch.zeros(2))}, {"loss": float("nan")}
+        )
+    assert not tmp_path.exists() or not list(tmp_path.iterdir())
 
 
 def test_a_shard_that_is_missing_is_still_passed_over(tmp_path):
