@@ -75,13 +75,16 @@ class Loopback(RendezvousHandler):
         return True
 
 
+Death = tuple[int, int | None]  # pid; exit code (negative: signal), None where the agent reaped it before we looked
+
+
 class Deaths:
     """A thread that sees each rank end, in order, and kills those that outlive the first failure by GRACE seconds.
 
     Linux with pidfds; elsewhere it does nothing, and torch's agent ends the others after its own 30 s."""
 
     def __init__(self, pids: Callable[[], list[int]], grace: float = GRACE):
-        self.order: list[tuple[int, int]] = []  # (pid, exit code; negative: signal) of ranks that failed
+        self.order: list[Death] = []  # of ranks that failed
         self._pids, self._grace = pids, grace
         self._known: dict[int, int] = {}  # pid -> pidfd of those that run
         self._seen: set[int] = set()
@@ -100,9 +103,9 @@ class Deaths:
             for fd in self._known.values():
                 poll.register(fd, select.POLLIN)
             ready = {fd for fd, _ in poll.poll(50)}
-            ended = [(pid, code) for pid, fd in self._known.items() if fd in ready and (code := _code(pid)) is not None]
-            self.order += sorted((e for e in ended if e[1]), key=lambda e: e[1])  # of those at one time, signals first
-            if self.order and kill_at == float("inf"):
+            ended = [(pid, _code(pid)) for pid, fd in self._known.items() if fd in ready]
+            self.order += sorted((e for e in ended if e[1] != 0), key=_first)
+            if any(code is not None for _, code in self.order) and kill_at == float("inf"):
                 kill_at = time.monotonic() + self._grace
             for pid in [pid for pid, fd in self._known.items() if fd in ready]:
                 os.close(self._known.pop(pid))
@@ -110,6 +113,11 @@ class Deaths:
                 for fd in self._known.values():
                     with suppress(OSError):
                         signal.pidfd_send_signal(fd, signal.SIGKILL)
+
+
+def _first(death: Death) -> float:
+    """Of those that ended at one time: first what the agent has seen already, then signals."""
+    return float("-inf") if death[1] is None else death[1]
 
 
 def _code(pid: int) -> int | None:
@@ -123,14 +131,16 @@ def _code(pid: int) -> int | None:
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
-def first_cause(order: list[tuple[int, int]], failures: Mapping[int, ProcessFailure]) -> tuple[int, int]:
+def first_cause(order: list[Death], failures: Mapping[int, ProcessFailure]) -> tuple[int, int]:
     """(rank, exit code) of the rank that ended the job: the first one, unless it says that it stopped because of
     another (STOPPED); then the first later one that failed by itself. After the first failure the agent signals the
     rest, so that a later signal is a consequence. (-1, STOPPED): every rank stopped because of another."""
     ranks = {failure.pid: rank for rank, failure in failures.items()}
-    if not order:
-        order = [(f.pid, f.exitcode) for f in sorted(failures.values(), key=lambda f: f.timestamp)]
-    for place, (pid, code) in enumerate(order):
+    codes = {f.pid: f.exitcode for f in sorted(failures.values(), key=lambda f: f.timestamp)}
+    seen = [(pid, codes.get(pid, 0) if code is None else code) for pid, code in order]
+    unseen = [(pid, code) for pid, code in codes.items() if pid not in dict(order)]  # ended before we could watch them
+    failed = [(pid, code) for pid, code in unseen + seen if code]
+    for place, (pid, code) in enumerate(failed):
         if code != STOPPED and (place == 0 or code > 0):
             return ranks.get(pid, -1), code
     return -1, STOPPED

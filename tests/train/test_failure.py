@@ -186,6 +186,8 @@ class _Failure:
         ([(10, STOPPED), (11, 1)], (1, 1)),  # a peer was faster than the one that failed
         ([(10, STOPPED), (11, -9)], (-1, STOPPED)),  # it stood still and was ended by us
         ([(10, 1), (11, -15)], (0, 1)),
+        ([(11, None), (10, -15)], (1, -9)),  # the agent reaped it before we looked, and ended its peer
+        ([(10, -15)], (1, -9)),  # it ended before we watched it
         ([], (1, -9)),  # no pidfds: torch's own order
     ],
 )
