@@ -13,11 +13,12 @@ WORDS = {"true": True, "false": False}
 
 def spelled(argv: Sequence[str], own: Mapping[str, type]) -> tuple[list[str], list[str]]:
     """(words that belong to no option, options as --section.field=VALUE, and --section.field or --section.no-field for
-    true and false). `own`: the command's own options. ValueError for an unknown name, one given twice, one without a
-    value, and a true-or-false one with another value."""
+    true and false). `own`: the command's own options. Of an option given twice the last counts. ValueError for an
+    unknown name, a field under two names, an option without a value, a true-or-false one with another value."""
     kinds = {**field_names(), **own}
     words: list[str] = []
     values: dict[str, str] = {}
+    by_other_name: dict[str, bool] = {}  # fields given so far: whether by a name of another system
     left = list(argv)
     while left:
         argument = left.pop(0)
@@ -26,8 +27,9 @@ def spelled(argv: Sequence[str], own: Mapping[str, type]) -> tuple[list[str], li
             continue
         name, equals, value = argument.partition("=")
         full, inverted = _field(name, kinds)
-        if full in values:
-            raise ValueError(f"command line: {full} is given twice; keep one")
+        borrowed = name.lstrip("-").replace("-", "_") in ALIASES
+        if borrowed != by_other_name.setdefault(full, borrowed):  # under one name the last counts, as everywhere
+            raise ValueError(f"command line: {full} is given twice, under two names; keep one")
         if kinds[full] is bool:
             if not equals and left and left[0].lower() in WORDS:
                 value = left.pop(0)

@@ -45,7 +45,8 @@ class Shards:
         return "right"
 
     def change(self, draw: random.Random) -> None:
-        self.shard.write_bytes(mutate.of_bytes(draw, self.data))
+        changed = draw.random() > 0.1  # one that is whole must load, and every other is refused
+        self.shard.write_bytes(mutate.of_bytes(draw, self.data) if changed else self.data)
 
 
 class Manifest(Shards):

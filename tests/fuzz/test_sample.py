@@ -17,6 +17,5 @@ def test_changed_inputs_are_refused_in_one_line_or_read_rightly():
 
 @pytest.mark.timeout(280)
 def test_a_sealed_manifest_that_is_wrong_is_refused():
-    pytest.importorskip("megacore.train.coverage", reason="what a sealed manifest must hold is checked there")
     _, wrong = run(60, seed=1, names=["sealed"], jobs=1)
     assert not wrong, wrong

@@ -83,9 +83,9 @@ def _broken_loss(rank: int) -> None:
 
     plain, calls = TrainStep._loss, [0]
 
-    def loss(self, *arguments):
+    def loss(self, *arguments, **named):
         calls[0] += 1
-        healthy = plain(self, *arguments)
+        healthy = plain(self, *arguments, **named)
 
         def broken(outputs, batch):  # called on the last stage only
             raise ZeroDivisionError("the loss function broke")
