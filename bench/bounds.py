@@ -61,18 +61,21 @@ _LCE = "linear_cross_entropy fp32 [1024,768]x[50304,768] fwd+bwd"
 # - the loss: two readings and one writing, with two exp an element. Those take as long as memory does where memory is
 #   fast for the vectors (AVX2, or a cache that holds the logits): half. A new tensor pays for its pages besides, which
 #   a virtual machine may take as long for as for all else.
-# - head and loss: three products, one after the other, and the loss of a chunk that lies in the cache.
+# - head and loss: three products of an eighth of the tokens at a time, so that no more than 15 % of the logits exist.
+#   Each chunk reads the weight twice and reads and writes its gradient: 16 + 16 passes over 154 MB, some 5 GB beside
+#   237 GFLOP. Where two threads share one memory that is a third of the time (65 % measured on an Intel CPU, where
+#   plain torch with all logits reaches 64 %).
 BOUNDS = (
     Bound(f"{_GELU} fwd", "linear_gelu", TANH | {"dir": "fwd"}, "share", 0.70),
     Bound(f"{_GELU} fwd+bwd", "linear_gelu", TANH | {"dir": "fwd+bwd"}, "share", 0.70),
     Bound("linear_gelu bf16 without bf16 arithmetic fwd+bwd", "linear_gelu", BF16, "share", 0.55),
-    Bound(f"{_CE}, logits given up", "cross_entropy", GIVEN, "share", 0.30),
+    Bound(f"{_CE}, logits given up", "cross_entropy", GIVEN, "share", 0.40),
     Bound(f"{_CE}, logits given up", "cross_entropy", GIVEN, "extra", 0.03),
-    Bound(f"{_CE}, logits kept", "cross_entropy", KEPT, "share", 0.15),
-    Bound(_VP, "vocab_parallel", GIVEN | {"tp": 2}, "share", 0.25, threads=(1,)),
+    Bound(f"{_CE}, logits kept", "cross_entropy", KEPT, "share", 0.25),
+    Bound(_VP, "vocab_parallel", GIVEN | {"tp": 2}, "share", 0.30, threads=(1,)),
     Bound(_VP, "vocab_parallel", GIVEN | {"tp": 2}, "collectives", 1, threads=(1,)),
     Bound(_LCE, "linear_cross_entropy", HEAD, "extra", 0.15),
-    Bound(_LCE, "linear_cross_entropy", HEAD, "share", 0.70, aim=0.85),
+    Bound(_LCE, "linear_cross_entropy", HEAD, "share", 0.60, aim=0.85),
 )
 RIVALS = ("torch-eager",)  # timed beside, as information; compiling takes longer than all else
 BUDGET = 8.0  # seconds a row: all of it ends within six minutes on two cores
