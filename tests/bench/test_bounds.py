@@ -55,7 +55,8 @@ def test_native_rows_do_not_answer_for_a_cpu_without_16_bit_arithmetic():
 
 def test_an_aim_is_no_bound():
     bound = next(b for b in BOUNDS if b.aim)
-    words = [bounds.judge([row_for(bound, by)], (1,), (bound,))[0].words() for by in (0.9, 1.05, 1.01 * bound.aim / bound.bound)]
+    factors = (0.9, 1.05, 1.01 * bound.aim / bound.bound)
+    words = [bounds.judge([row_for(bound, by)], (1,), (bound,))[0].words() for by in factors]
     assert words == ["FAIL, aim missed", "PASS, aim missed", "PASS, aim reached"]
 
 
