@@ -5,6 +5,7 @@ import json
 import random
 import struct
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 DEEP = "[" * 100_000
@@ -56,20 +57,20 @@ def of_tree(draw: random.Random, tree: Any) -> Any:
     for _ in range(draw.randint(1, 3)):
         places = list(_places(tree))
         if not places:
-            return draw.choice(VALUES)
+            return deepcopy(draw.choice(VALUES))
         holder, key = draw.choice(places)
         kind = draw.randrange(6)
         if kind <= 2:
-            holder[key] = _near(draw, holder[key]) if draw.random() < 0.4 else draw.choice(VALUES)
+            holder[key] = _near(draw, holder[key]) if draw.random() < 0.4 else deepcopy(draw.choice(VALUES))
         elif kind == 3:
             del holder[key]
         elif kind == 4:
             other, name = draw.choice(places)
-            holder[key] = json.loads(json.dumps(other[name])) if _has(other, name) else None
+            holder[key] = deepcopy(other[name]) if _has(other, name) else None
         elif isinstance(holder, list):
-            holder.insert(key, json.loads(json.dumps(holder[key])))
+            holder.insert(key, deepcopy(holder[key]))
         else:
-            holder[draw.choice(TEXTS)] = holder[key]
+            holder[draw.choice(TEXTS)] = deepcopy(holder[key])
     return tree
 
 
@@ -88,7 +89,7 @@ def _near(draw: random.Random, value: Any) -> Any:
         return draw.choice((value + 1, value - 1, -value, value * 2, str(value), float(value), [value]))
     if isinstance(value, str):
         return draw.choice((value[:-1], value + "x", value.upper(), value * 2, [value]))
-    return draw.choice(VALUES)
+    return deepcopy(draw.choice(VALUES))
 
 
 def _has(holder: Any, key: Any) -> bool:

@@ -37,8 +37,12 @@ def replace_data(module, values):
 
 def replace_by_a_view(module, values):
     for name, p in module.named_parameters():
-        wide = torch.stack([values[name], values[name]], dim=-1)  # neither contiguous nor at the start of its memory
-        p.data = wide[..., 1]
+        p.data = a_view(values[name])
+
+
+def a_view(values):
+    """Neither contiguous nor at the start of its memory."""
+    return torch.stack([values, values], dim=-1)[..., 1]
 
 
 WRITES = [load, copy, copy_data, replace_data, replace_by_a_view]
@@ -68,8 +72,9 @@ def test_weights_written_later_are_the_ones_that_train(dtype, write, skip):
                 assert optimizer.step(1e-2, math.inf).skipped
                 assert all(torch.equal(p, new[n]) for n, p in module.named_parameters())
         train_step(module, buffers, recs, optimizer, step, dtype, 0.0, lr=1e-2)
+        viewed = step == 2 and write is replace_by_a_view and not skip  # a library's bits may depend on how weights lie
         for n, p in plain.named_parameters():
-            p.data = masters[n].detach().to(dtype)
+            p.data = a_view(masters[n].detach().to(dtype)) if viewed else masters[n].detach().to(dtype)
         plain(inputs(step, dtype)).square().sum().backward()
         for n, p in plain.named_parameters():
             masters[n].grad, p.grad = p.grad.to(wide), None
