@@ -33,7 +33,7 @@ from megacore.train.data.prepare import prepare
 from megacore.train.data.sources import EXCLUDE, SUFFIXES
 from megacore.train.launch import Place, launch
 from megacore.train.overrides import spelled
-from megacore.train.plain import plain, screen
+from megacore.train.plain import plain, screen, shortened
 from megacore.train.ranges import Range, check_value, range_of, within
 from megacore.train.resume import check_files
 
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"megacore {command}: interrupted", file=sys.stderr)
         return program.INTERRUPTED
     except (ValueError, OSError) as error:
-        line = plain(" ".join(str(error).split()))
+        line = plain(" ".join(map(shortened, str(error).split())))
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         _say_once(line, lambda: print(f"megacore {command}: {rank}error: {line}", file=sys.stderr))
         return 2

@@ -23,6 +23,7 @@ from torch import Tensor
 from megacore.train import regular
 from megacore.train.agreement import CheckpointError, reason
 from megacore.train.coverage import first_fault
+from megacore.train.plain import shortened
 
 FORMAT, VERSION = "megacore checkpoint", 1
 METADATA = "metadata.json"
@@ -102,11 +103,13 @@ def read_metadata(path: Path) -> dict[str, Any]:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"wrong format: {file} does not say format={FORMAT!r}")
     if body.get("version") != VERSION:
-        raise CheckpointError(f"wrong format: {file} has version={body.get('version')!r}, this code reads {VERSION}")
+        raise CheckpointError(
+            f"wrong format: {file} has version={shortened(repr(body.get('version')), 60)}, this code reads {VERSION}"
+        )
     if body.get("blake2b") != _seal(body):
         raise CheckpointError(f"corrupt: {file} does not match its checksum")
     if fault := first_fault(body):
-        raise CheckpointError(f"corrupt: {file}: {fault}; take another checkpoint, or save this one again")
+        raise CheckpointError(f"corrupt: {file}: {shortened(fault)}; take another checkpoint, or save this one again")
     return body
 
 

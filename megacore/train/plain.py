@@ -23,6 +23,11 @@ def plain(value: Any) -> str:
     return "".join(_spelled(c) if unicodedata.category(c) in ACTING else c for c in text)
 
 
+def shortened(text: str, most: int = 400) -> str:
+    """Words of others in an error's line: their two ends, where they go on for pages."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 4) :]}"
+
+
 def screen(**options: Any) -> Console:
     """A console on which a string is its characters: no markup, no emoji codes, no highlighting, in tables and titles
     too. The only way a Console is made here (a test holds that)."""
