@@ -23,7 +23,7 @@ from torch import Tensor
 from megacore.train import regular
 from megacore.train.agreement import CheckpointError, reason
 from megacore.train.coverage import first_fault
-from megacore.train.plain import shortened
+from megacore.train.plain import plain, shortened
 
 FORMAT, VERSION = "megacore checkpoint", 1
 METADATA = "metadata.json"
@@ -109,7 +109,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     if body.get("blake2b") != _seal(body):
         raise CheckpointError(f"corrupt: {file} does not match its checksum")
     if fault := first_fault(body):
-        raise CheckpointError(f"corrupt: {file}: {shortened(fault)}; take another checkpoint, or save this one again")
+        raise CheckpointError(f"corrupt: {file}: {plain(shortened(fault))}; take another checkpoint, or save this one again")
     return body
 
 
