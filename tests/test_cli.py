@@ -191,7 +191,10 @@ def test_ctrl_c_during_the_start_is_no_page_of_tracebacks(tmp_path, data):
     job = started("train", config(tmp_path, data, steps=100_000), "--nproc", "2")
     time.sleep(6)  # wherever the ranks are: torchrun starts, they import, they train
     job.send_signal(signal.SIGINT)
-    said, _ = job.communicate(timeout=60)
+    try:
+        said, _ = job.communicate(timeout=60)
+    finally:
+        job.kill()  # and the ranks with it, where Ctrl-C was not heard
     assert "Traceback" not in said and len(said.splitlines()) < 40, said
 
 

@@ -109,7 +109,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
     if body.get("blake2b") != _seal(body):
         raise CheckpointError(f"corrupt: {file} does not match its checksum")
     if fault := first_fault(body):
-        raise CheckpointError(f"corrupt: {file}: {plain(shortened(fault))}; take another checkpoint, or save this one again")
+        why = plain(shortened(fault))
+        raise CheckpointError(f"corrupt: {file}: {why}; take another checkpoint, or save this one again")
     return body
 
 
