@@ -40,13 +40,7 @@ def _serve(conn: Connection, rank: int, threads: int, port: int) -> None:
             return
         try:
             if world > 1:
-                dist.init_process_group(
-                    "gloo",
-                    store=dist.PrefixStore(task, store),
-                    rank=rank,
-                    world_size=world,
-                    timeout=timedelta(seconds=timeout),
-                )
+                _join(dist.PrefixStore(task, store), rank, world, timedelta(seconds=timeout))
             answer = (True, fn(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
@@ -57,6 +51,15 @@ def _serve(conn: Connection, rank: int, threads: int, port: int) -> None:
         conn.send_bytes(payload)  # before the group goes: tearing it down may block on a rank that failed
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _join(store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
+    """A default gloo group of this task's own. Nobody goes on before all are in: a rank whose task ends at once would
+    close its connections while others still make theirs."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    if store.add("joined", 1) == world:
+        store.set("all joined", "")
+    store.wait(["all joined"], timeout)
 
 
 class WorkerPool:
