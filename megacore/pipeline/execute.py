@@ -84,9 +84,8 @@ class Executor:
             return self._run(False, microbatches, loss, None)
 
     def splits(self, microbatches: int) -> bool:
-        """Whether the schedule has W actions, which walk the graph, the loss's too, a second time."""
-        p = self.down.size
-        return any(action.kind == "W" for rank in range(p) for action in self.schedule(rank, p, microbatches))
+        """Whether this rank has W actions, which walk the graph, the loss's too, a second time."""
+        return bool(self._route(True, microbatches).split)
 
     def forget(self) -> None:
         """Agree anew on what crosses stages. Call it on every rank after freezing or thawing parameters."""
